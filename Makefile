@@ -1,0 +1,86 @@
+# Coatcheck's tasks. A machine with Python 3.11+ and make is enough: every target that needs the
+# environment builds it first, from the lock, and rebuilds it when the lock has changed.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+REPLICAS ?= 3
+
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := worker broker store
+# Directories that appear in every checkout sooner or later; the linter takes the ones that hold Python.
+LINTED := $(SOURCES) tests $(wildcard examples bench)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z][a-z-]*:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: venv ## Run the example with three workers, one of them killed on the way
+	$(BIN)/python -m examples.demo
+
+.PHONY: test
+test: venv ## Run the tests (PYTEST_ARGS="-k park -x" narrows them)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+.PHONY: check
+check: venv ## Lint, formatting, types and import arrows: what CI checks
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+.PHONY: fmt
+fmt: venv ## Fix what the linter can fix, then format
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
+
+.PHONY: bench
+bench: venv ## Measure throughput and memory on this machine
+	$(BIN)/python bench/run.py
+
+.PHONY: up
+up: ## Start RabbitMQ, Postgres, workers, sweeper and a peer in containers (REPLICAS=3)
+	docker compose up --build --scale worker=$(REPLICAS)
+
+.PHONY: down
+down: ## Stop the containers and remove their volumes
+	docker compose down --volumes
+
+.PHONY: venv
+venv: $(VENV)/.project ## Build the environment in .venv from the lock
+
+# The lock decides what is installed, so a changed lock starts from an empty environment.
+$(VENV)/.locked: requirements/dev.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Coatcheck needs Python 3.11 or newer")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/dev.txt
+	touch $@
+
+# The build backend comes from the lock too; build isolation would fetch an unpinned one.
+$(VENV)/.project: pyproject.toml $(VENV)/.locked
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+UV_VENV := .cache/uv
+COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(UV_VENV)/bin/uv pip compile --quiet --upgrade --universal \
+	--python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links
+
+.PHONY: lock
+lock: ## Resolve the newest allowed versions and write the lock
+	$(PYTHON) -m venv --clear $(UV_VENV)
+	$(UV_VENV)/bin/python -m pip install --quiet uv
+	$(COMPILE) --group build --output-file requirements/build.txt
+	$(COMPILE) pyproject.toml --extra fast --output-file requirements/runtime.txt
+	$(COMPILE) pyproject.toml --all-extras --group dev --constraint requirements/runtime.txt \
+		--constraint requirements/build.txt --output-file requirements/dev.txt
+
+.PHONY: clean
+clean: ## Remove the environment, caches and build output
+	rm -rf $(VENV) .cache .coatcheck .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,76 @@
+"""Replies to direct reply-to addresses (`amq.rabbitmq.reply-to.…`), kept away from everything else.
+
+Such an address is an encoded Erlang process id. RabbitMQ 3.10 decodes whatever it is given, and an address that was
+made up crashes the *connection* that publishes to it (541 INTERNAL_ERROR). A requester picks its own address, so
+anyone could cut our publisher off, again with every retry. Hence a connection of their own, opened on first use; and
+after a crash, one more connection per message, to find out whose address it was. That one has no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+from aiormq.exceptions import ConnectionInternalError
+from yarl import URL
+
+from coatcheck.broker.amqp_codec import make_properties
+from coatcheck.broker.amqp_link import Link, Uplink, genuine, translating
+from coatcheck.broker.amqp_publisher import Publisher
+from coatcheck.broker.port import BrokerStats, Outgoing, Routing
+from coatcheck.broker.settings import BrokerSettings
+from coatcheck.broker.topology import REPLY_PSEUDO_QUEUE
+from coatcheck.errors import BrokerUnavailable
+
+log = structlog.get_logger(__name__)
+
+
+def is_direct_reply(outgoing: Outgoing) -> bool:
+    """Tell whether a message goes to a direct reply-to address."""
+    return outgoing.to.startswith(REPLY_PSEUDO_QUEUE) and not outgoing.is_broadcast
+
+
+class DirectReplies:
+    """Publishes to direct reply-to addresses.
+
+    ROUTED means handed over; whether anybody listens, RabbitMQ does not say.
+    """
+
+    def __init__(self, url: str, settings: BrokerSettings, stats: BrokerStats) -> None:
+        self._url = URL(url)
+        self._settings = settings
+        self._stats = stats
+        self._uplink = Uplink(url, settings, role="reply", stats=stats)
+        self._publisher = Publisher(self._uplink, settings, stats)
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
+        """See `Broker.publish`."""
+        self._uplink.begin()
+        try:
+            return await self._publisher.publish(batch)
+        except BrokerUnavailable as exc:
+            if not isinstance(exc.__cause__, ConnectionInternalError):
+                raise
+        return [await self._publish_alone(outgoing) for outgoing in batch]
+
+    async def stop(self) -> None:
+        await self._publisher.stop()
+        await self._uplink.stop()
+
+    async def _publish_alone(self, outgoing: Outgoing) -> Routing:
+        timeout_s = self._settings.publish_timeout.total_seconds()
+        async with translating(f"publish to {outgoing.to!r}"), asyncio.timeout(timeout_s):
+            link = await Link.open(self._url, self._settings, role="probe", stats=self._stats)
+            try:
+                channel = await link.channel(confirms=True, timeout_s=timeout_s)
+                message_id = outgoing.message.message_id or Publisher.new_id()
+                properties = make_properties(outgoing.message, message_id)
+                body = outgoing.message.body
+                await genuine(channel.basic_publish(body, routing_key=outgoing.to, properties=properties, wait=False))
+            except ConnectionInternalError:
+                log.warning("reply_address_refused", reply_to=outgoing.to[:64])
+                return Routing.NO_ROUTE
+            finally:
+                await link.close()
+        return Routing.ROUTED

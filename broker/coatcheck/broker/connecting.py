@@ -1,0 +1,27 @@
+"""From a URL to an adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from coatcheck.broker.port import Broker
+from coatcheck.broker.settings import make_settings
+from coatcheck.errors import InvalidSettings
+
+
+def connect(url: str, **settings: Any) -> Broker:
+    """Give the broker for a URL, not started yet. Raises `InvalidSettings` for a scheme or setting it does not know."""
+    checked = make_settings(settings)
+    scheme = urlsplit(url).scheme
+    match scheme:
+        case "amqp" | "amqps":
+            from coatcheck.broker.amqp import AmqpBroker
+
+            return AmqpBroker(url, checked)
+        case "memory":
+            from coatcheck.broker.memory import MemoryBroker
+
+            return MemoryBroker(url, checked)
+        case _:
+            raise InvalidSettings(f"broker URL has the scheme {scheme!r}; known are amqp://, amqps:// and memory://")

@@ -1,0 +1,117 @@
+"""Headers of the wire contract: their names, which of them pass, and careful reading of a stranger's."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+from coatcheck.broker.bodies import Limits
+from coatcheck.broker.port import Message
+from coatcheck.errors import MalformedMessage
+
+VERSION = 1
+
+KIND = "cc-kind"
+IDENTITY = "cc-id"
+KEY = "cc-key"
+TASK = "cc-task"
+DEADLINE = "cc-deadline"
+KEEP = "cc-keep"
+EPOCH = "cc-epoch"
+CONTRACT = "cc-version"
+BROKEN = "cc-broken"
+"""Set by an adapter on a message whose properties could not be read; the text says why."""
+
+REASON = "cc-reason"
+DETAIL = "cc-detail"
+QUEUE = "cc-queue"
+DEAD_AT = "cc-dead-at"
+DEAD_HEADERS = frozenset({REASON, DETAIL, QUEUE, DEAD_AT})
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_MAX_TRACESTATE = 512
+_MAX_DETAIL = 500
+_TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
+
+
+def may_pass(header: str) -> bool:
+    """Tell whether a header is ours to read and to send. Adapters strip all others, both ways."""
+    return header.startswith("cc-") or header in _TRACE_HEADERS
+
+
+class Head:
+    """Typed, capped access to a stranger's properties and headers. Empty counts as absent."""
+
+    __slots__ = ("limits", "message")
+
+    def __init__(self, message: Message, limits: Limits) -> None:
+        self.message = message
+        self.limits = limits
+        broken = message.headers.get(BROKEN)
+        if broken is not None:
+            raise MalformedMessage("bad_properties", str(broken)[:_MAX_DETAIL])
+        version = message.headers.get(CONTRACT)
+        if version is not None and (isinstance(version, bool) or str(version) != str(VERSION)):
+            raise MalformedMessage("wrong_version", f"{CONTRACT} {str(version)[:64]!r}; this is version {VERSION}")
+
+    def find_property(self, name: str) -> str | None:
+        value: str | None = getattr(self.message, name)
+        if value and "\0" in value:  # Postgres refuses it in any text
+            raise MalformedMessage("bad_property", f"{name} contains a NUL character")
+        return value or None
+
+    def find_text(self, name: str) -> str | None:
+        value = self.message.headers.get(name)
+        if value is None or value == "":
+            return None
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)  # a peer may well count its ids
+        if not isinstance(value, str):
+            raise MalformedMessage("bad_header", f"{name} is a {type(value).__name__}; it must be text")
+        if len(value) > self.limits.max_header:
+            raise MalformedMessage(
+                "bad_header", f"{name} has {len(value)} characters; the limit is {self.limits.max_header}"
+            )
+        if "\0" in value:
+            raise MalformedMessage("bad_header", f"{name} contains a NUL character")
+        return value
+
+    def get_text(self, name: str) -> str:
+        value = self.find_text(name)
+        if value is None:
+            raise MalformedMessage("bad_header", f"{name} is missing")
+        return value
+
+    def get_int(self, name: str) -> int:
+        value = self.get_text(name)
+        if not re.fullmatch(r"[0-9]{1,18}", value):
+            raise MalformedMessage("bad_header", f"{name} is {value[:64]!r}; it must be a whole number")
+        return int(value)
+
+    def find_flag(self, name: str) -> bool:
+        value = self.message.headers.get(name)
+        return value is True or str(value).lower() in {"1", "true"}
+
+    def find_instant(self, name: str) -> datetime | None:
+        value = self.message.headers.get(name)
+        try:
+            instant = value if isinstance(value, datetime) else _parse_instant(self.find_text(name))
+            if instant is None:
+                return None
+            return (instant if instant.tzinfo else instant.replace(tzinfo=UTC)).astimezone(UTC)
+        except (ValueError, OverflowError):
+            raise MalformedMessage("bad_header", f"{name} is {str(value)[:64]!r}; it must be ISO-8601, UTC") from None
+
+    def find_traceparent(self) -> str | None:
+        """Give the W3C trace context, if it is one. A broken one is ignored, as the standard asks."""
+        value = self.message.headers.get("traceparent")
+        return value if isinstance(value, str) and len(value) <= 128 and _TRACEPARENT.fullmatch(value) else None
+
+    def find_tracestate(self) -> str | None:
+        value = self.message.headers.get("tracestate")
+        is_usable = isinstance(value, str) and len(value) <= _MAX_TRACESTATE and value.isprintable()
+        return value if is_usable and isinstance(value, str) and self.find_traceparent() else None
+
+
+def _parse_instant(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None

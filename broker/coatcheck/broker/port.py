@@ -1,0 +1,229 @@
+"""The broker port: everything the rest of Coatcheck knows about a message broker.
+
+An adapter keeps these promises, and `tests/broker/test_conformance.py` holds every adapter to them:
+
+- what is published is persistent, and `publish` returns only after the broker took it over;
+- what is delivered stays the broker's until it is acked; a lost consumer gives it back, marked as redelivered;
+- a lost connection is one `BrokerUnavailable` for a publisher and one `on_lost` for a consumer, and heals by itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, TypeAlias
+
+from coatcheck.broker.topology import SWEEPER_QUEUE
+
+HeaderValue: TypeAlias = str | int | float | bool | bytes | datetime | list[Any] | dict[str, Any] | None
+
+_NO_HEADERS: Mapping[str, HeaderValue] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message, whichever way it travels. Only `cc-…`, `traceparent` and `tracestate` headers pass an adapter.
+
+    `message_id` None means: the adapter picks a fresh one. One that is given is kept, also when it is used twice.
+    """
+
+    body: bytes = b""
+    correlation_id: str | None = None
+    reply_to: str | None = None
+    content_type: str | None = None
+    type: str | None = None
+    message_id: str | None = None
+    headers: Mapping[str, HeaderValue] = field(default_factory=lambda: _NO_HEADERS)
+    content_encoding: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message and where it goes: a queue, or with `is_broadcast` every replica queue of a service."""
+
+    to: str
+    message: Message
+    is_broadcast: bool = False
+
+
+class Routing(StrEnum):
+    """What became of one published message."""
+
+    ROUTED = "routed"
+    NO_ROUTE = "no_route"
+
+
+class Delivery(ABC):
+    """A message as it arrived. It stays the broker's until `ack`.
+
+    `ack` and `requeue` are synchronous, may be repeated, and never raise: the first of them counts. The adapter
+    writes them soon and in batches. After a lost channel they do nothing: the broker has the message again and
+    redelivers it.
+    """
+
+    __slots__ = ("delivery_count", "is_redelivered", "message", "queue")
+
+    message: Message
+    queue: str
+    is_redelivered: bool
+    delivery_count: int
+    """1 = first. Counted by the broker where its queue counts, else 1 or 2."""
+
+    def __init__(self, message: Message, queue: str, *, is_redelivered: bool, delivery_count: int) -> None:
+        self.message = message
+        self.queue = queue
+        self.is_redelivered = is_redelivered
+        self.delivery_count = delivery_count
+
+    @abstractmethod
+    def ack(self) -> None:
+        """Take the message off its queue."""
+
+    @abstractmethod
+    def requeue(self) -> None:
+        """Hand the message back for redelivery, to anyone."""
+
+    @property
+    @abstractmethod
+    def is_settled(self) -> bool:
+        """Acked or requeued by us. The broker may still redeliver it, if the connection is lost right now."""
+
+    @property
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """The channel it came on is gone, so settling it has no effect any more."""
+
+
+class Consumer(ABC):
+    """A subscription to one queue that survives lost connections until it is stopped."""
+
+    queue: str
+    prefetch: int
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop new deliveries. What was handed over stays valid and unacked. Repeating it is safe."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Ask for deliveries again. Repeating it is safe."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Stop deliveries, write the acks given so far, hand the rest back to the queue. Repeating it is safe."""
+
+
+@dataclass(slots=True)
+class BrokerStats:
+    """What an adapter counted since it was made. Plain numbers, for metrics and tests."""
+
+    connect_count: int = 0
+    reconnect_count: int = 0
+    connect_failure_count: int = 0
+    lost_count: int = 0
+    blocked_count: int = 0
+    published_count: int = 0
+    no_route_count: int = 0
+    publish_failure_count: int = 0
+    delivered_count: int = 0
+    redelivered_count: int = 0
+    acked_count: int = 0
+    ack_frame_count: int = 0
+    requeued_count: int = 0
+    undecodable_count: int = 0
+    consumer_lost_count: int = 0
+    watchdog_rebuild_count: int = 0
+
+
+class Broker(ABC):
+    """A connection to a message broker that heals itself while it is started."""
+
+    stats: BrokerStats
+
+    @property
+    @abstractmethod
+    def is_connected(self) -> bool:
+        """Publishing and consuming are both up at this moment."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Connect. Raises `BrokerUnavailable` when that takes longer than `connect_budget`."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Stop the consumers, write their acks, disconnect. Repeating it is safe."""
+
+    @abstractmethod
+    async def declare_service(self, service: str) -> None:
+        """Make the four queues of a service, its dead-letter route and its broadcast. Safe for ten replicas at once."""
+
+    @abstractmethod
+    async def declare_sweeper(self, queue: str = SWEEPER_QUEUE) -> None:
+        """Make the sweepers' queue, of which one consumer at a time is active."""
+
+    @abstractmethod
+    async def declare_replica(self, service: str) -> str:
+        """Make this process's own queue for a service's broadcasts and give its name. It goes with the process."""
+
+    @abstractmethod
+    async def declare_private(self) -> str:
+        """Make a reply queue for this process alone and give its name. It goes with the process."""
+
+    @abstractmethod
+    async def consume(
+        self,
+        queue: str,
+        on_delivery: Callable[[Delivery], None],
+        *,
+        prefetch: int,
+        on_lost: Callable[[], None] | None = None,
+    ) -> Consumer:
+        """Deliver from `queue`, at most `prefetch` unacked at a time.
+
+        `on_delivery` is called once per delivery, in order, and must not block. `on_lost` is called whenever the
+        channel was lost, before the first delivery of the next one: every delivery not acked by then comes again.
+        Raises `UsageError` if there is no such queue, `BrokerUnavailable` if the broker does not answer.
+        """
+
+    @abstractmethod
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
+        """Hand a batch over, persistent, mandatory and confirmed, and say what became of each.
+
+        Raises `BrokerUnavailable` when not all were confirmed within `publish_timeout`; then any of them may or may
+        not have arrived. Raises `OversizedMessage` before anything is sent. Cancelling the caller does not call
+        anything back.
+        """
+
+    @abstractmethod
+    async def depth(self, queue: str) -> int | None:
+        """The number of messages ready in `queue`, or None if there is no such queue."""
+
+    @abstractmethod
+    async def consumer_count(self, queue: str) -> int | None:
+        """The number of consumers `queue` has, of any process, or None if there is no such queue."""
+
+    @abstractmethod
+    def browse(self, queue: str, limit: int) -> AbstractAsyncContextManager[list[Delivery]]:
+        """Take up to `limit` messages to look at; on exit those not acked are put back."""
+
+    @abstractmethod
+    async def purge(self, queue: str) -> None:
+        """Drop every ready message of `queue`. For tools and tests."""
+
+    @abstractmethod
+    async def delete_queue(self, queue: str) -> None:
+        """Delete `queue` with what is in it. For tools and tests; repeating it is safe."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()

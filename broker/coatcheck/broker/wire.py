@@ -1,0 +1,428 @@
+"""The wire contract, version 1: what messages mean, as values and pure functions.
+
+    parse_…(message) reads what anyone sent and raises `MalformedMessage` for what breaks the contract, nothing else;
+    make_…(…)        writes what we send;
+    dead_letter(…)   wraps what could not be read, with the reason, and revive(…) undoes that.
+
+Peers need none of this: a result is any body with the call's correlation_id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from coatcheck.broker.bodies import DEFAULT_LIMITS, PROBLEM, Body, BodyFormat, Limits, parse_body
+from coatcheck.broker.headers import (
+    DEAD_AT,
+    DEAD_HEADERS,
+    DEADLINE,
+    DETAIL,
+    EPOCH,
+    IDENTITY,
+    KEEP,
+    KEY,
+    KIND,
+    QUEUE,
+    REASON,
+    TASK,
+    Head,
+)
+from coatcheck.broker.port import Delivery, HeaderValue, Message, Outgoing
+from coatcheck.broker.topology import Names
+from coatcheck.errors import MalformedMessage, OversizedMessage
+
+_MAX_DETAIL = 500
+_NO_BODY = Body(BodyFormat.BYTES, b"")
+
+
+# --- requests ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Somebody asks a service for work."""
+
+    handler: str | None
+    """None: the service's default handler."""
+    body: Body
+    identity: str | None
+    """Two requests with the same identity are one. None: nobody can tell, so each is a new task."""
+    correlation_id: str | None
+    reply_to: str | None
+    key: str | None = None
+    task: str | None = None
+    """The task of the caller, if the caller is one of ours."""
+    deadline: datetime | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
+    keep: bool = False
+    """The requester will fetch the result: store it even if the task never waits."""
+    digest: bytes = b""
+
+
+def parse_request(message: Message, limits: Limits = DEFAULT_LIMITS) -> Request:
+    """Read a request. Raises `MalformedMessage` or `OversizedMessage`."""
+    head = Head(message, limits)
+    kind = head.find_text(KIND)
+    if kind not in {None, "request"}:
+        raise MalformedMessage("unknown_kind", f"{KIND} {kind!r} on a requests queue")
+    body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
+    digest = body.digest
+    return Request(
+        handler=head.find_property("type"),
+        body=body,
+        identity=_find_identity(head, digest),
+        correlation_id=head.find_property("correlation_id"),
+        reply_to=head.find_property("reply_to"),
+        key=head.find_text(KEY),
+        task=head.find_text(TASK),
+        deadline=head.find_instant(DEADLINE),
+        traceparent=head.find_traceparent(),
+        tracestate=head.find_tracestate(),
+        keep=head.find_flag(KEEP),
+        digest=digest,
+    )
+
+
+def make_request(
+    body: Body,
+    correlation_id: str | None,
+    *,
+    reply_to: str | None = None,
+    handler: str | None = None,
+    identity: str | None = None,
+    key: str | None = None,
+    task: str | None = None,
+    deadline: datetime | None = None,
+    traceparent: str | None = None,
+    tracestate: str | None = None,
+    keep: bool = False,
+) -> Message:
+    """Write a request. `message_id` is left to the adapter, which makes it unique per publish."""
+    headers: dict[str, HeaderValue] = {
+        IDENTITY: identity,
+        KEY: key,
+        TASK: task,
+        DEADLINE: deadline.astimezone(UTC).isoformat() if deadline else None,
+        "traceparent": traceparent,
+        "tracestate": tracestate,
+        KEEP: True if keep else None,
+    }
+    return Message(
+        body=body.raw,
+        correlation_id=correlation_id,
+        reply_to=reply_to,
+        content_type=body.mime_type,
+        type=handler,
+        headers=_present(headers),
+    )
+
+
+def _find_identity(head: Head, digest: bytes) -> str | None:
+    identity = head.find_text(IDENTITY) or head.find_property("message_id")
+    if identity:
+        return identity
+    reply_to, correlation_id = head.find_property("reply_to"), head.find_property("correlation_id")
+    if not reply_to or not correlation_id:
+        return None
+    # Length-prefixed, so that no two pairs of addresses run together into one.
+    parts = (reply_to.encode(), correlation_id.encode(), digest)
+    return hashlib.sha256(b"".join(len(it).to_bytes(4, "big") + it for it in parts)).hexdigest()
+
+
+# --- replies ---
+
+
+class ReplyKind(StrEnum):
+    """What arrives on a replies queue."""
+
+    RESULT = "result"
+    ERROR = "error"
+    PROGRESS = "progress"
+    TIMEOUT = "timeout"
+    RESUME = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a peer has got; every part may be missing."""
+
+    done: float | None = None
+    total: float | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An answer to a call, or word from the sweeper about one."""
+
+    kind: ReplyKind
+    correlation_id: str | None
+    """The call. None for `resume` only, which names a task."""
+    body: Body
+    problem: dict[str, Any] | None = None
+    """For `error`: an RFC 9457 document, made from whatever the peer sent."""
+    progress: Progress | None = None
+    task: str | None = None
+    epoch: int | None = None
+
+
+def parse_reply(message: Message, limits: Limits = DEFAULT_LIMITS) -> Reply:
+    """Read a reply.
+
+    Raises `MalformedMessage` or `OversizedMessage`; an unreadable *error* is still an error of its call.
+    """
+    head = Head(message, limits)
+    kind = _find_reply_kind(head)
+    correlation_id = head.find_property("correlation_id")
+    if kind is ReplyKind.RESUME:
+        return Reply(kind=kind, correlation_id=None, body=_NO_BODY, task=head.get_text(TASK), epoch=head.get_int(EPOCH))
+    if correlation_id is None:
+        raise MalformedMessage("no_correlation_id", f"a {kind} must carry its call's correlation_id")
+    if kind is ReplyKind.TIMEOUT:
+        return Reply(kind=kind, correlation_id=correlation_id, body=_NO_BODY)
+    if kind is ReplyKind.ERROR:
+        body, problem = _read_problem(message, limits)
+        return Reply(kind=kind, correlation_id=correlation_id, body=body, problem=problem)
+    body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
+    progress = _read_progress(body) if kind is ReplyKind.PROGRESS else None
+    return Reply(kind=kind, correlation_id=correlation_id, body=body, progress=progress)
+
+
+def make_result(
+    body: Body, correlation_id: str | None, *, identity: str | None = None, traceparent: str | None = None
+) -> Message:
+    """Write a final reply. `identity` is the same however often it is sent, so its reader can tell repeats."""
+    return Message(
+        body=body.raw,
+        correlation_id=correlation_id,
+        content_type=body.mime_type,
+        headers=_present({KIND: ReplyKind.RESULT.value, IDENTITY: identity, "traceparent": traceparent}),
+    )
+
+
+def make_error(
+    problem: Mapping[str, Any],
+    correlation_id: str | None,
+    *,
+    identity: str | None = None,
+    traceparent: str | None = None,
+) -> Message:
+    """Write a final reply that is an error; `problem` is an RFC 9457 document."""
+    return Message(
+        body=Body.of(dict(problem)).raw,
+        correlation_id=correlation_id,
+        content_type=PROBLEM,
+        headers=_present({KIND: ReplyKind.ERROR.value, IDENTITY: identity, "traceparent": traceparent}),
+    )
+
+
+def make_progress(progress: Progress, correlation_id: str) -> Message:
+    """Write a progress message: it resets the call's idle deadline, never its hard one."""
+    body = Body.of({"done": progress.done, "total": progress.total, "message": progress.message})
+    return Message(
+        body=body.raw,
+        correlation_id=correlation_id,
+        content_type=body.mime_type,
+        headers={KIND: ReplyKind.PROGRESS.value},
+    )
+
+
+def make_timeout(call_id: str) -> Message:
+    """Write the sweeper's word that a call is overdue. Whether it applies is decided at the claim."""
+    return Message(correlation_id=call_id, headers={KIND: ReplyKind.TIMEOUT.value})
+
+
+def make_resume(task_id: str, epoch: int) -> Message:
+    """Write the sweeper's word that a task should be picked up, if it is still at `epoch`."""
+    return Message(headers={KIND: ReplyKind.RESUME.value, TASK: task_id, EPOCH: epoch})
+
+
+def make_problem(
+    code: str, detail: str, *, title: str | None = None, retryable: bool = True, **more: Any
+) -> dict[str, Any]:
+    """Build an RFC 9457 document with our two additions, `code` and `retryable`."""
+    return {
+        "type": "about:blank",
+        "title": title or code.replace("_", " ").capitalize(),
+        "detail": detail,
+        "code": code,
+        "retryable": retryable,
+        **more,
+    }
+
+
+def _find_reply_kind(head: Head) -> ReplyKind:
+    kind = head.find_text(KIND)
+    if kind is None:
+        mime = (head.message.content_type or "").partition(";")[0].strip().lower()
+        return ReplyKind.ERROR if mime == PROBLEM else ReplyKind.RESULT
+    try:
+        return ReplyKind(kind)
+    except ValueError:
+        raise MalformedMessage("unknown_kind", f"{KIND} {kind!r} on a replies queue") from None
+
+
+def _read_problem(message: Message, limits: Limits) -> tuple[Body, dict[str, Any]]:
+    """Make a problem of whatever a peer sent: its document, any other JSON, text, or bytes that say nothing.
+
+    Only size and depth are refused. Dropping an error because it is badly written would turn it into a timeout.
+    """
+    try:
+        body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
+    except OversizedMessage:
+        raise
+    except MalformedMessage as exc:
+        if exc.code == "too_deep":
+            raise
+        return Body(BodyFormat.BYTES, message.body), make_problem("peer_error", f"an error that cannot be read ({exc})")
+    value = body.decode()
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return body, _completed_problem(value)
+    if isinstance(value, bytes):
+        return body, make_problem("peer_error", f"{len(value)} bytes")
+    detail = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=repr).decode()
+    return body, make_problem("peer_error", detail)
+
+
+def _completed_problem(value: dict[str, Any]) -> dict[str, Any]:
+    problem = {"type": "about:blank", "title": "The peer answered with an error", "code": "peer_error"} | value
+    for name in ("type", "title", "detail", "code"):
+        if name in problem and not isinstance(problem[name], str):
+            problem[name] = str(problem[name])
+    if "retryable" in problem and not isinstance(problem["retryable"], bool):
+        del problem["retryable"]
+    return problem
+
+
+def _read_progress(body: Body) -> Progress:
+    value = body.decode()
+    if not isinstance(value, dict):
+        return Progress(message=value[:_MAX_DETAIL] if isinstance(value, str) else None)
+    done, total, message = value.get("done"), value.get("total"), value.get("message")
+    return Progress(
+        done=_number(done), total=_number(total), message=message[:_MAX_DETAIL] if isinstance(message, str) else None
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+# --- control ---
+
+
+class ControlKind(StrEnum):
+    """What arrives on a control queue."""
+
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """An order about a task, named by its id, by the identity of its request, or by its requester's correlation_id."""
+
+    kind: ControlKind
+    correlation_id: str | None = None
+    task: str | None = None
+    identity: str | None = None
+    reason: str | None = None
+
+
+def parse_control(message: Message, limits: Limits = DEFAULT_LIMITS) -> Control:
+    """Read a control message. Raises `MalformedMessage` or `OversizedMessage`."""
+    head = Head(message, limits)
+    kind = head.find_text(KIND)
+    if kind != ControlKind.CANCEL:
+        raise MalformedMessage("unknown_kind", f"{KIND} {kind!r} on a control queue")
+    control = Control(
+        kind=ControlKind.CANCEL,
+        correlation_id=head.find_property("correlation_id"),
+        task=head.find_text(TASK),
+        identity=head.find_text(IDENTITY),
+        reason=_read_reason(message, limits),
+    )
+    if control.correlation_id is None and control.task is None and control.identity is None:
+        raise MalformedMessage("no_correlation_id", f"a cancel needs correlation_id, {TASK} or {IDENTITY}")
+    return control
+
+
+def make_cancel(
+    *,
+    correlation_id: str | None = None,
+    task: str | None = None,
+    identity: str | None = None,
+    reason: str | None = None,
+) -> Message:
+    """Write a cancel, for a peer (by correlation_id) or for one of our own services."""
+    body = Body.of({"reason": reason})
+    return Message(
+        body=body.raw,
+        correlation_id=correlation_id,
+        content_type=body.mime_type,
+        headers=_present({KIND: ControlKind.CANCEL.value, TASK: task, IDENTITY: identity}),
+    )
+
+
+def _read_reason(message: Message, limits: Limits) -> str | None:
+    body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
+    value = body.decode()
+    reason = value.get("reason") if isinstance(value, dict) else value
+    return reason[:_MAX_DETAIL] if isinstance(reason, str) and reason else None
+
+
+# --- dead letters ---
+
+
+def dead_letter(delivery: Delivery, service: str, code: str, detail: str) -> Outgoing:
+    """Wrap a delivery for the service's dead queue: properties and body as they came, the reason in headers."""
+    message = delivery.message
+    headers = {
+        **message.headers,
+        REASON: code,
+        DETAIL: detail[:_MAX_DETAIL],
+        QUEUE: delivery.queue,
+        DEAD_AT: datetime.now(UTC).isoformat(),
+    }
+    return Outgoing(to=Names(service).dead, message=_replace_headers(message, headers))
+
+
+def revive(message: Message) -> Outgoing:
+    """Undo `dead_letter`: the message as it was, to the queue it was on.
+
+    Raises `MalformedMessage` if that is not recorded.
+    """
+    queue = message.headers.get(QUEUE)
+    if not isinstance(queue, str) or not queue:
+        raise MalformedMessage("bad_header", f"no {QUEUE}: nobody knows which queue it was on")
+    headers = {name: value for name, value in message.headers.items() if name not in DEAD_HEADERS}
+    return Outgoing(to=queue, message=_replace_headers(message, headers))
+
+
+def _replace_headers(message: Message, headers: Mapping[str, HeaderValue]) -> Message:
+    return Message(
+        body=message.body,
+        correlation_id=message.correlation_id,
+        reply_to=message.reply_to,
+        content_type=message.content_type,
+        type=message.type,
+        message_id=message.message_id,
+        headers=headers,
+        content_encoding=message.content_encoding,
+    )
+
+
+def _present(headers: Mapping[str, HeaderValue]) -> dict[str, HeaderValue]:
+    return {name: value for name, value in headers.items() if value is not None}

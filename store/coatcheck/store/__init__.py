@@ -1,0 +1,24 @@
+"""Tasks at rest: rows, SQL, codecs and migrations. Stands alone; knows nothing of brokers or handlers."""
+
+from coatcheck.store.blobs import Codec, CorruptBlob, decode, encode
+from coatcheck.store.migrate import migrate, newest_version
+from coatcheck.store.queries import Line
+from coatcheck.store.rows import CallId, CallState, Kind, Task, TaskId, TaskState
+from coatcheck.store.store import Store
+
+__all__ = [
+    "CallId",
+    "CallState",
+    "Codec",
+    "CorruptBlob",
+    "Kind",
+    "Line",
+    "Store",
+    "Task",
+    "TaskId",
+    "TaskState",
+    "decode",
+    "encode",
+    "migrate",
+    "newest_version",
+]

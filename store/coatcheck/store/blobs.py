@@ -1,0 +1,143 @@
+"""Values at rest: self-describing blobs.
+
+A blob is an 8-byte head (format version, codec, compression, key id, CRC-32 of these four and of the body) and a body.
+The head says how to read the body, so settings may change while old rows live on. Never pickle: reading a blob runs no
+code.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import zstandard
+
+from coatcheck.errors import CoatcheckError
+
+_HEAD = struct.Struct(">4sI")
+_VERSION = 1
+_PLAIN_KEY = 0
+
+COMPRESS_ABOVE_BYTES = 4096
+MAX_UNPACKED_BYTES = 64 * 1024 * 1024
+
+
+class Codec(IntEnum):
+    JSON = 1
+    MSGPACK = 2
+    CBOR = 3
+    TEXT = 4
+    BYTES = 5
+
+
+class Compression(IntEnum):
+    NONE = 0
+    ZSTD = 1
+
+
+class CorruptBlob(CoatcheckError):
+    """A stored value that cannot be read: damaged, cut off, or written by a newer release."""
+
+
+def pack(codec: Codec, body: bytes) -> bytes:
+    """Wrap a body that is already encoded; large ones are compressed when that makes them smaller."""
+    compression = Compression.NONE
+    if len(body) > COMPRESS_ABOVE_BYTES:
+        smaller = zstandard.ZstdCompressor(level=3).compress(body)
+        if len(smaller) < len(body):
+            body, compression = smaller, Compression.ZSTD
+    kinds = bytes((_VERSION, codec, compression, _PLAIN_KEY))
+    return _HEAD.pack(kinds, zlib.crc32(body, zlib.crc32(kinds))) + body
+
+
+def unpack(blob: bytes) -> tuple[Codec, bytes]:
+    """Give codec and encoded body back. Raises CorruptBlob, saying what is wrong."""
+    if len(blob) < _HEAD.size:
+        raise CorruptBlob(f"a blob of {len(blob)} bytes is shorter than its {_HEAD.size}-byte head")
+    kinds, checksum = _HEAD.unpack_from(blob)
+    version, codec, compression, key_id = kinds
+    body = blob[_HEAD.size :]
+    if version != _VERSION:
+        raise CorruptBlob(f"blob format version {version} is unknown here (known: {_VERSION}); upgrade this replica")
+    if zlib.crc32(body, zlib.crc32(kinds)) != checksum:
+        raise CorruptBlob(f"checksum of a {len(body)}-byte body does not match; the row was damaged")
+    if key_id != _PLAIN_KEY:
+        raise CorruptBlob(f"the blob is encrypted with key {key_id}, and this replica has no keys")
+    if compression == Compression.ZSTD:
+        body = _decompress(body)
+    elif compression != Compression.NONE:
+        raise CorruptBlob(f"unknown compression {compression}; upgrade this replica")
+    try:
+        return Codec(codec), body
+    except ValueError:
+        raise CorruptBlob(f"unknown codec {codec}; upgrade this replica") from None
+
+
+def _decompress(body: bytes) -> bytes:
+    try:
+        size = zstandard.frame_content_size(body)
+    except zstandard.ZstdError as error:
+        raise CorruptBlob(f"cannot decompress: {error}") from error
+    if not 0 <= size <= MAX_UNPACKED_BYTES:
+        raise CorruptBlob(f"a body that unpacks to {size} bytes is over the limit of {MAX_UNPACKED_BYTES}")
+    try:
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise CorruptBlob(f"cannot decompress: {error}") from error
+
+
+def encode(value: Any) -> bytes:
+    """Turn a value into a blob: bytes as they are, all else JSON. Raises TypeError for what JSON cannot hold."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return pack(Codec.BYTES, bytes(value))
+    return pack(Codec.JSON, msgspec.json.encode(value, enc_hook=_encode_foreign))
+
+
+def decode(blob: bytes, type: Any = Any) -> Any:  # noqa: A002 - the word users know from msgspec
+    """Read a blob back as `type`. Raises CorruptBlob, or msgspec.ValidationError when it does not fit the type."""
+    return decode_body(*unpack(blob), type)
+
+
+def decode_body(codec: Codec, body: bytes, type: Any = Any) -> Any:  # noqa: A002
+    match codec:
+        case Codec.JSON:
+            return msgspec.json.decode(body, type=type, dec_hook=decode_foreign)
+        case Codec.MSGPACK:
+            return msgspec.msgpack.decode(body, type=type, dec_hook=decode_foreign)
+        case Codec.CBOR:
+            import cbor2
+
+            return msgspec.convert(cbor2.loads(body), type, dec_hook=decode_foreign)
+        case Codec.TEXT:
+            return msgspec.convert(body.decode(), type, dec_hook=decode_foreign)
+        case Codec.BYTES:
+            return body
+
+
+def canonical(value: Any) -> bytes:
+    """Encode so that equal values give equal bytes, whatever the order of their keys; for digests."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return b"b" + bytes(value)
+    return msgspec.json.encode(value, enc_hook=_encode_foreign, order="deterministic")
+
+
+def _encode_foreign(value: Any) -> Any:
+    """Let pydantic models be stored without depending on pydantic."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    raise TypeError(
+        f"cannot store a {type(value).__module__}.{type(value).__qualname__}: use builtins, dataclasses, "
+        "msgspec structs or pydantic models"
+    )
+
+
+def decode_foreign(wanted: Any, value: Any) -> Any:
+    """The msgspec hook that builds pydantic models."""
+    if hasattr(wanted, "model_validate"):
+        return wanted.model_validate(value)
+    raise TypeError(
+        f"do not know how to build {wanted!r}; use builtins, dataclasses, msgspec structs or pydantic models"
+    )

@@ -1,0 +1,204 @@
+"""The connection to Postgres: one pool, short transactions, driver errors translated once.
+
+A transaction is shielded from cancellation: asyncpg may leak a connection that is cancelled in the middle of a query,
+and a cancelled COMMIT may have happened. Whoever is cancelled leaves; the transaction ends by itself.
+
+What Postgres says becomes one of these; none of them carries a value that was written::
+
+    StoreUnavailable     it is away, or gave up: wait, then try again
+    ├── Collision        two transactions were in each other's way (tried again here first)
+    ├── LockTimeout      a row stayed locked for longer than `lock_timeout`
+    └── StoreNotReady    it answers, and somebody must set it up: the text says what to do
+    Rejected             it refused the values of one write, and will again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import asyncpg
+from sqlalchemy import Row, TextClause
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
+
+T = TypeVar("T")
+
+# Set on the server too, so that a frozen replica cannot hold a row lock for ever.
+SERVER_SETTINGS = {
+    "application_name": "coatcheck",
+    "lock_timeout": "5s",
+    "statement_timeout": "30s",
+    "idle_in_transaction_session_timeout": "10s",
+    "jit": "off",
+}
+_URL_OPTIONS = inspect.signature(asyncpg.connect).parameters.keys() | {"prepared_statement_cache_size"}
+CONNECT_TIMEOUT_S = 5.0
+COMMAND_TIMEOUT_S = 35.0
+
+# Another transaction was in the way: the same one may pass at once.
+_COLLISIONS = frozenset({"40001", "40P01"})
+# The server is away, full, shutting down, read-only after a failover, or gave up waiting.
+_OUTAGES = frozenset({"25006", "57014", "57P01", "57P02", "57P03", "25P03"})
+_OUTAGE_CLASSES = ("08", "53", "58")
+_LOCK_TIMEOUT = "55P03"
+# What is missing, and who can help.
+_REMEDIES = {
+    "28P01": "the password is wrong; correct COATCHECK_STORE",
+    "28000": "the server does not let this user in; correct COATCHECK_STORE, or the server's pg_hba.conf",
+    "3D000": "create the database (createdb), then run `coatcheck migrate`",
+    "3F000": "run `coatcheck migrate`",
+    "42P01": "run `coatcheck migrate`",
+    "42703": "the schema is of another release; run `coatcheck migrate` with the newest one",
+    "42501": "this user may not do that; grant it usage of the schema `coatcheck` and all rights on its tables",
+}
+# The values of a write: class 22 (data exceptions) and 23 (constraints).
+_REJECTION_CLASSES = ("22", "23")
+
+
+class Collision(StoreUnavailable):
+    """Two transactions were in each other's way, and this one was sent back."""
+
+
+class LockTimeout(StoreUnavailable):
+    """Another transaction held a row for longer than we wait."""
+
+
+class StoreNotReady(StoreUnavailable):
+    """Postgres answers but is not set up for us; the text says what to do."""
+
+
+class Database:
+    """A pool of connections and the one way to run a transaction on it."""
+
+    def __init__(self, url: str, *, pool_size: int = 8, command_timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        self.url = parse_url(url)
+        self._in_flight: set[asyncio.Future[Any]] = set()
+        self._engine = create_async_engine(
+            self.url,
+            pool_size=pool_size,
+            max_overflow=0,
+            pool_timeout=CONNECT_TIMEOUT_S,
+            hide_parameters=True,  # payloads stay out of logs and tracebacks
+            connect_args={
+                "timeout": CONNECT_TIMEOUT_S,
+                "command_timeout": command_timeout_s,
+                "server_settings": SERVER_SETTINGS,
+            },
+        )
+
+    async def close(self) -> None:
+        """Wait for transactions whose callers have left, then close the connections."""
+        while self._in_flight:
+            await asyncio.wait(self._in_flight)
+        await self._engine.dispose()
+
+    async def transact(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        """Run `work` in one transaction and commit. Repeats it after a collision. Raises StoreUnavailable when Postgres
+        is away, and then the commit may or may not have happened: ask again, with a lock. Raises Rejected if the values
+        of a write cannot be stored.
+        """
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(Collision),
+            stop=stop_after_attempt(5),
+            wait=wait_random_exponential(multiplier=0.01, max=0.5),
+            reraise=True,
+        )
+        running: asyncio.Future[T] = asyncio.ensure_future(retrying(self._once, work))
+        self._in_flight.add(running)
+        running.add_done_callback(self._in_flight.discard)
+        return await asyncio.shield(running)
+
+    async def _once(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        is_committing = False
+        try:
+            async with self._engine.connect() as connection:
+                result = await work(connection)
+                is_committing = True
+                await connection.commit()
+                return result
+        except DBAPIError as error:
+            translated = _in_doubt(self._translated(error), is_committing)
+            if translated is error:
+                raise
+            # What caused a rejection quotes the row; so it stays behind.
+            raise translated from (None if isinstance(translated, Rejected) else error)
+        except PoolTimeout as error:
+            raise StoreUnavailable(
+                f"all connections to {self.place} are in use, and none came back within {CONNECT_TIMEOUT_S:g} s"
+            ) from error
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            outage = StoreUnavailable(f"Postgres at {self.place} cannot be reached: {reason}")
+            raise _in_doubt(outage, is_committing) from error
+
+    def _translated(self, error: DBAPIError) -> Exception:
+        state = getattr(error.orig, "sqlstate", None) or ""
+        reason = str(error.orig).partition("\n")[0] or type(error.orig).__name__
+        if state in _COLLISIONS:
+            return Collision(f"Postgres sent a transaction back ({state}): {reason}")
+        if state == _LOCK_TIMEOUT:
+            return LockTimeout(f"a row stayed locked for {SERVER_SETTINGS['lock_timeout']} ({state})")
+        if state in _REMEDIES:
+            return StoreNotReady(f"Postgres at {self.place} is not ready ({state}): {reason}; {_REMEDIES[state]}")
+        if state.startswith(_REJECTION_CLASSES):
+            return Rejected(f"Postgres refused the values of a write ({state}): {_rejection(error.orig)}")
+        if not state or error.connection_invalidated or state in _OUTAGES or state.startswith(_OUTAGE_CLASSES):
+            return StoreUnavailable(f"Postgres did not finish a transaction ({state or 'connection lost'}): {reason}")
+        return error
+
+    @property
+    def place(self) -> str:
+        """The address for messages, without its password."""
+        return self.url.render_as_string(hide_password=True).replace("+asyncpg", "")
+
+
+def _rejection(error: BaseException | None) -> str:
+    """Say which rule was broken without quoting the row: names of constraints are ours, details and data are not."""
+    cause = getattr(error, "__cause__", None)
+    constraint = getattr(cause, "constraint_name", None)
+    return f"constraint {constraint}" if constraint else type(cause).__name__
+
+
+def _in_doubt(error: Exception, is_committing: bool) -> Exception:
+    """Only a COMMIT that was sent leaves a doubt; whatever fails before it is rolled back by the server."""
+    if isinstance(error, StoreUnavailable):
+        error.is_in_doubt = is_committing
+    return error
+
+
+def parse_url(url: str) -> URL:
+    """Read a `postgresql://` address. Raises InvalidSettings that says what is wrong with it."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        masked = re.sub(r":[^:@/]*@", ":***@", url)
+        raise InvalidSettings(
+            f"store address {masked!r} is not a URL; write postgresql://user:password@host:5432/database"
+        ) from None
+    if parsed.drivername not in ("postgres", "postgresql", "postgresql+asyncpg"):
+        raise InvalidSettings(f"store address starts with {parsed.drivername}://; only postgresql:// is known")
+    query = dict(parsed.query)
+    if "sslmode" in query:
+        query["ssl"] = query.pop("sslmode")
+    if unknown := query.keys() - _URL_OPTIONS:
+        raise InvalidSettings(f"store address has options that asyncpg does not know: {', '.join(sorted(unknown))}")
+    return parsed.set(drivername="postgresql+asyncpg", query=query)
+
+
+async def rows(connection: AsyncConnection, statement: TextClause, **values: Any) -> Sequence[Row[Any]]:
+    """Execute and fetch everything."""
+    return (await connection.execute(statement, values)).all()
+
+
+def columns(items: Sequence[Mapping[str, Any]], *names: str) -> dict[str, list[Any]]:
+    """Turn rows into one array per column, the shape `unnest` takes."""
+    return {name: [item[name] for item in items] for name in names}

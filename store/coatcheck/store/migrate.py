@@ -1,0 +1,73 @@
+"""Bring the schema up to date. Safe when ten replicas start at once: an advisory lock lets one do it, the rest look."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coatcheck.store.database import Database, StoreNotReady
+
+_LOCK = 0x636F6174  # "coat"
+MIGRATION_TIMEOUT_S = 600.0
+
+
+async def migrate(url: str) -> str:
+    """Upgrade the schema to this release's version and return it. Repeating it changes nothing.
+
+    Raises StoreNotReady for a schema that a newer release has made: this one cannot know what it would break.
+    """
+    database = Database(url, pool_size=1, command_timeout_s=MIGRATION_TIMEOUT_S)
+    try:
+        return await database.transact(_upgrade)
+    finally:
+        await database.close()
+
+
+async def schema_version(connection: AsyncConnection) -> str | None:
+    """The version the database stands at; None before the first migration."""
+    found = (await connection.execute(text("SELECT to_regclass('coatcheck.schema_version')"))).scalar()
+    if found is None:
+        return None
+    return (await connection.execute(text("SELECT version_num FROM coatcheck.schema_version"))).scalar()
+
+
+def newest_version() -> str:
+    """The version this release of the code was written for."""
+    return max(_known_versions())
+
+
+async def _upgrade(connection: AsyncConnection) -> str:
+    # A transaction-level lock: it goes with the transaction, also behind pgbouncer, also when we die here.
+    await connection.execute(text("SET LOCAL lock_timeout = '60s'"))
+    await connection.execute(text("SET LOCAL statement_timeout = '10min'"))
+    await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+    found = await schema_version(connection)
+    if found is not None and found not in _known_versions():
+        raise StoreNotReady(
+            f"the schema is at version {found}, and this release knows {newest_version()} as the newest; "
+            "upgrade coatcheck here, or leave migrating to the newer release"
+        )
+    if found != newest_version():
+        await connection.execute(text("CREATE SCHEMA IF NOT EXISTS coatcheck"))
+        await connection.run_sync(_run_alembic)
+    return newest_version()
+
+
+def _known_versions() -> set[str]:
+    """By the names of the scripts, `0001_tables.py`: a replica that only looks should not wait for Alembic to load."""
+    scripts = files("coatcheck.store.migrations").joinpath("versions").iterdir()
+    return {script.name.partition("_")[0] for script in scripts if script.name[:1].isdigit()}
+
+
+def _run_alembic(connection: Connection) -> None:
+    # Loaded only where there is something to migrate: it takes as long to import as all the rest.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", "coatcheck.store:migrations")
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

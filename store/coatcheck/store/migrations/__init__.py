@@ -1,0 +1,1 @@
+"""Alembic migrations of the `coatcheck` schema, shipped in the wheel and run by `coatcheck migrate`."""

@@ -1,0 +1,169 @@
+"""The store as the worker sees it: single items in, group commits underneath."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from uuid import UUID
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coatcheck.store import cancels, claims, puts, queries, sweeps
+from coatcheck.store.batcher import Batcher, Observe
+from coatcheck.store.database import Database
+from coatcheck.store.migrate import schema_version
+from coatcheck.store.queries import Late, Line, ServiceCount, Summary
+from coatcheck.store.rows import (
+    Arrival,
+    CallId,
+    CancelAsk,
+    Put,
+    PutDone,
+    PutRefused,
+    Request,
+    Ruling,
+    Task,
+    TaskId,
+    TaskState,
+    Wake,
+)
+from coatcheck.store.sweeps import LookedAt, Renewal, Renewed
+
+T = TypeVar("T")
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class Store:
+    """Postgres, through one pool. Every method raises StoreUnavailable while it is away; then a write may or may not be
+    in, and repeating it is safe: a put knows itself by its checkpoint number, the rest is repeated as redelivered.
+    A write whose values cannot be stored (a NUL in a name) raises Rejected, alone of its batch.
+    """
+
+    def __init__(
+        self, url: str, *, lease: timedelta = timedelta(seconds=60), pool_size: int = 8, observe: Observe | None = None
+    ) -> None:
+        self._database = Database(url, pool_size=pool_size)
+        self._lane = asyncio.Semaphore(max(1, pool_size // 2))  # so that locked rows leave connections for the rest
+        self._put: Batcher[Put, PutDone | PutRefused] = self._batcher("put", puts.put, observe)
+        self._claim: Batcher[Arrival, Ruling] = self._batcher("claim", partial(claims.claim, lease=lease), observe)
+        self._accept: Batcher[Request, Ruling] = self._batcher("accept", partial(claims.accept, lease=lease), observe)
+        self._resume: Batcher[Wake, Ruling] = self._batcher("resume", partial(claims.resume, lease=lease), observe)
+        self._cancel: Batcher[CancelAsk, Ruling] = self._batcher("cancel", cancels.cancel, observe)
+        self._find: Batcher[TaskId, Task | None] = self._batcher("find", _find_in_order, observe)
+
+    @property
+    def place(self) -> str:
+        """The address for messages, without its password."""
+        return self._database.place
+
+    async def close(self) -> None:
+        """Wait for what is in flight, then close the connections."""
+        for batcher in (self._put, self._claim, self._accept, self._resume, self._cancel, self._find):
+            await batcher.drain()
+        await self._database.close()
+
+    async def ping(self) -> str | None:
+        """Reach Postgres and tell the schema's version. Raises StoreUnavailable."""
+        return await self._database.transact(schema_version)
+
+    # --- one task at a time, committed together ---
+
+    async def put(self, put: Put) -> PutDone | PutRefused:
+        """Write what a run wants recorded. Repeating the same put is safe."""
+        return await self._put.submit(put)
+
+    async def claim(self, arrival: Arrival) -> Ruling:
+        """Take a reply, progress or timeout."""
+        return await self._claim.submit(arrival)
+
+    async def accept(self, request: Request) -> Ruling:
+        """Find or make the row of a request."""
+        return await self._accept.submit(request)
+
+    async def resume(self, wake: Wake) -> Ruling:
+        """Pick a task up whose lease or retry time is over."""
+        return await self._resume.submit(wake)
+
+    async def cancel(self, ask: CancelAsk) -> Ruling:
+        """End a task as cancelled, or bury an unknown one."""
+        return await self._cancel.submit(ask)
+
+    async def find_task(self, task_id: TaskId) -> Task | None:
+        """A plain look, without a lock."""
+        return await self._find.submit(task_id)
+
+    # --- many at once ---
+
+    async def renew(self, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool = False) -> Renewed:
+        """Move leases on; tasks missing from the answer are not ours any more."""
+        return await self._do(sweeps.renew, renewals, lease=lease, detaches=detaches)
+
+    async def give_back(self, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool) -> None:
+        """Leave granted tasks to others once a short lease is over, as if they had never been picked up."""
+        await self._do(sweeps.renew, renewals, lease=lease, detaches=detaches, uncounted=1)
+
+    async def mark_sent(self, calls: Sequence[CallId]) -> None:
+        await self._do(sweeps.mark_sent, calls)
+
+    async def mark_final_sent(self, tasks: Sequence[TaskId]) -> None:
+        await self._do(sweeps.mark_final_sent, tasks)
+
+    async def look(self, *, limit: int, again: timedelta) -> LookedAt:
+        return await self._do(sweeps.look, limit=limit, again=again)
+
+    async def next_look(self) -> timedelta | None:
+        return await self._do(sweeps.next_look)
+
+    async def retire(self, *, limit: int) -> int:
+        return await self._do(sweeps.retire, limit=limit)
+
+    async def repair(self, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
+        return await self._do(sweeps.repair, after=after, limit=limit, quiet=quiet)
+
+    async def without_waker(self, *, limit: int = 100) -> list[TaskId]:
+        return await self._do(sweeps.without_waker, limit=limit)
+
+    # --- for people ---
+
+    async def list_tasks(
+        self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50
+    ) -> list[Task]:
+        return await self._do(queries.list_tasks, service=service, states=states, limit=limit)
+
+    async def count_tasks(self) -> dict[TaskState, int]:
+        return await self._do(queries.count_tasks)
+
+    async def summarise_tasks(
+        self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50
+    ) -> list[Summary]:
+        return await self._do(queries.summarise_tasks, service=service, states=states, limit=limit)
+
+    async def find_ids(self, prefix: str, *, limit: int = 10) -> list[TaskId]:
+        return await self._do(queries.find_ids, prefix=prefix, limit=limit)
+
+    async def count_services(self) -> list[ServiceCount]:
+        return await self._do(queries.count_services)
+
+    async def find_late(self, *, grace: timedelta) -> list[Late]:
+        return await self._do(queries.find_late, grace=grace)
+
+    async def task_lines(self, task_id: UUID) -> Sequence[Line]:
+        return await self._do(queries.task_lines, task_id)
+
+    async def _do(self, work: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+        return await self._database.transact(lambda connection: work(connection, *args, **options))
+
+    def _batcher(self, name: str, work: Callable[..., Any], observe: Observe | None) -> Batcher[Any, Any]:
+        async def commit(items: Sequence[Any], waits: bool) -> Any:
+            return await self._database.transact(lambda connection: work(connection, items, waits))
+
+        return Batcher(name, commit, lane=self._lane, observe=observe)
+
+
+async def _find_in_order(connection: AsyncConnection, ids: Sequence[TaskId], waits: bool) -> list[Task | None]:
+    found = await queries.find_tasks(connection, ids)
+    return [found.get(task_id) for task_id in ids]

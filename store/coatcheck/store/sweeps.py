@@ -1,0 +1,225 @@
+"""What the sweeper reads and moves: everything whose time to be looked at has come.
+
+`look_at` is pushed forward in the same statement that reads a row, so two sweepers never emit for the same row at once,
+and one that dies after reading loses nothing: the row comes up again. Rows locked elsewhere are skipped, never waited
+for; so these statements, which take calls without their tasks, cannot close a circle of locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+from uuid import UUID
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coatcheck.store.claims import MET
+from coatcheck.store.database import rows
+from coatcheck.store.records import PEER_COLUMNS, TASK_COLUMNS, peer_of, task_of
+from coatcheck.store.rows import CallId, Peer, Task, TaskId
+
+# What an index is to be cut off at is compared with `statement_timestamp()`: `clock_timestamp()` may change from row to
+# row, so Postgres would read the index to its end, past everything that is not due for hours.
+LOOK_AT_CALLS = text(f"""
+    WITH picked AS MATERIALIZED (
+        SELECT id FROM coatcheck.call
+         WHERE state = 'open' AND look_at <= statement_timestamp()
+         ORDER BY look_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
+    UPDATE coatcheck.call c
+       SET look_at = CASE WHEN c.is_sent AND c.due_at > clock_timestamp() THEN c.due_at
+                          WHEN c.due_at > clock_timestamp()
+                          THEN least(c.due_at, clock_timestamp() + CAST(:again_s AS float8) * interval '1 s')
+                          ELSE clock_timestamp() + CAST(:again_s AS float8) * interval '1 s' END
+      FROM coatcheck.task t
+     WHERE c.id = ANY(ARRAY(SELECT id FROM picked)) AND t.id = c.task_id
+    RETURNING {PEER_COLUMNS}, c.due_at <= clock_timestamp() AS is_due, NOT c.is_sent AND c.kind <> 'timer' AS is_unsent,
+              extract(epoch FROM clock_timestamp() - c.due_at)::float8 AS overdue_s
+""")
+# A final reply is tried until its task's time to be kept is over, and once more; with `look_at` gone the row may go.
+LOOK_AT_TASKS = text(f"""
+    WITH picked AS MATERIALIZED (
+        SELECT id FROM coatcheck.task
+         WHERE look_at <= statement_timestamp()
+         ORDER BY look_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
+    UPDATE coatcheck.task t
+       SET look_at = CASE WHEN t.state NOT IN ('done', 'failed', 'cancelled') OR t.due_at > clock_timestamp()
+                          THEN clock_timestamp() + CAST(:again_s AS float8) * interval '1 s' END
+     WHERE t.id = ANY(ARRAY(SELECT id FROM picked))
+    RETURNING {TASK_COLUMNS}, extract(epoch FROM clock_timestamp() - t.due_at)::float8 AS overdue_s
+""")
+RETIRE_TASKS = text("""
+    SELECT id FROM coatcheck.task
+     WHERE state IN ('done', 'failed', 'cancelled') AND due_at <= statement_timestamp() AND look_at IS NULL
+       AND NOT EXISTS (SELECT FROM coatcheck.call c WHERE c.task_id = task.id AND c.state = 'open')
+     ORDER BY due_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED
+""")
+DELETE_CALLS = text("DELETE FROM coatcheck.call WHERE task_id = ANY(CAST(:ids AS uuid[]))")
+DELETE_JOURNAL = text("DELETE FROM coatcheck.journal WHERE task_id = ANY(CAST(:ids AS uuid[]))")
+DELETE_TASKS = text("DELETE FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))")
+NEXT_LOOK = text("""
+    SELECT extract(epoch FROM least(
+        (SELECT min(look_at) FROM coatcheck.call WHERE state = 'open' AND look_at IS NOT NULL),
+        (SELECT min(look_at) FROM coatcheck.task WHERE look_at IS NOT NULL)) - clock_timestamp())::float8 AS in_s
+""")
+PARKED_AFTER = text("""
+    SELECT id FROM coatcheck.task
+     WHERE id > CAST(:after AS uuid) AND state = 'parked'
+       AND updated_at < clock_timestamp() - CAST(:quiet_s AS float8) * interval '1 s'
+     ORDER BY id LIMIT CAST(:limit AS integer)
+""")
+WITHOUT_WAKER = text("""
+    SELECT t.id FROM coatcheck.task t
+     WHERE t.id = ANY(CAST(:ids AS uuid[])) AND t.state = 'parked'
+       AND NOT EXISTS (SELECT FROM coatcheck.call c WHERE c.task_id = t.id AND c.id = ANY(t.wait_calls)
+                                                      AND c.state = 'open' AND c.due_at IS NOT NULL)
+""")
+ALL_WITHOUT_WAKER = text("""
+    SELECT t.id FROM coatcheck.task t
+     WHERE (t.state = 'parked' AND NOT EXISTS (
+                SELECT FROM coatcheck.call c WHERE c.task_id = t.id AND c.id = ANY(t.wait_calls) AND c.state = 'open'
+                                               AND c.due_at IS NOT NULL AND c.look_at IS NOT NULL))
+        OR (t.state IN ('running', 'retrying', 'held') AND (t.due_at IS NULL OR t.look_at IS NULL))
+     LIMIT CAST(:limit AS integer)
+""")
+REWAKE = text("""
+    UPDATE coatcheck.task
+       SET state = 'running', due_at = clock_timestamp(), look_at = clock_timestamp(), trigger = NULL,
+           wait_calls = NULL, wait_groups = NULL, wait_needs = NULL, updated_at = clock_timestamp()
+     WHERE id IN (SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'parked'
+                   ORDER BY id FOR UPDATE SKIP LOCKED)
+    RETURNING id
+""")
+MARK_SENT = text("""
+    UPDATE coatcheck.call SET is_sent = true, look_at = due_at,
+           state = CASE WHEN kind = 'send' THEN 'ok' ELSE state END,
+           closed_at = CASE WHEN kind = 'send' THEN clock_timestamp() END
+     WHERE id IN (SELECT id FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'open' AND NOT is_sent
+                   ORDER BY id FOR UPDATE SKIP LOCKED)
+""")
+MARK_FINAL_SENT = text("""
+    UPDATE coatcheck.task SET is_final_sent = true, look_at = NULL
+     WHERE id IN (SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))
+                     AND state IN ('done', 'failed', 'cancelled') ORDER BY id FOR UPDATE SKIP LOCKED)
+""")
+RENEW = text("""
+    UPDATE coatcheck.task t
+       SET due_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
+           look_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
+           pickups = greatest(0, t.pickups - CAST(:uncounted AS integer)),
+           trigger = CASE WHEN CAST(:detaches AS boolean) THEN NULL ELSE t.trigger END
+      FROM (SELECT t.id FROM coatcheck.task t
+              JOIN unnest(CAST(:ids AS uuid[]), CAST(:epochs AS integer[])) AS u(id, epoch)
+                ON u.id = t.id AND u.epoch = t.epoch
+             WHERE t.state = 'running' ORDER BY t.id FOR UPDATE OF t SKIP LOCKED) AS mine
+     WHERE t.id = mine.id
+    RETURNING t.id
+""")
+STILL_RUNNING = text("""
+    SELECT t.id FROM coatcheck.task t
+      JOIN unnest(CAST(:ids AS uuid[]), CAST(:epochs AS integer[])) AS u(id, epoch) ON u.id = t.id AND u.epoch = t.epoch
+     WHERE t.state = 'running'
+""")
+
+
+class Renewed(NamedTuple):
+    """Whose lease was moved on, and whose row was held by somebody else. The rest is not ours any more."""
+
+    mine: set[TaskId]
+    busy: set[TaskId]
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    task_id: TaskId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookedAt:
+    """One round of the sweeper: what is due, what was perhaps never sent, what waits for a waker that is over."""
+
+    due: tuple[Peer, ...] = ()
+    unsent: tuple[Peer, ...] = ()
+    overdue: tuple[Task, ...] = ()
+    unsent_finals: tuple[Task, ...] = ()
+    oldest: timedelta = timedelta()
+
+    def __bool__(self) -> bool:
+        return bool(self.due or self.unsent or self.overdue or self.unsent_finals)
+
+
+async def look(connection: AsyncConnection, *, limit: int, again: timedelta) -> LookedAt:
+    """Take up to `limit` calls and as many tasks whose time has come; they come up again after `again` if still so."""
+    again_s = again.total_seconds()
+    calls = await rows(connection, LOOK_AT_CALLS, limit=limit, again_s=again_s)
+    tasks = await rows(connection, LOOK_AT_TASKS, limit=limit, again_s=again_s)
+    found = [task_of(row) for row in tasks]
+    overdue_s = [row.overdue_s for row in [*calls, *tasks] if row.overdue_s is not None]
+    return LookedAt(
+        due=tuple(peer_of(row) for row in calls if row.is_due),
+        unsent=tuple(peer_of(row) for row in calls if row.is_unsent and not row.is_due),
+        overdue=tuple(task for task in found if not task.state.is_final),
+        unsent_finals=tuple(task for task in found if task.state.is_final and not task.is_final_sent),
+        oldest=timedelta(seconds=max([0.0, *overdue_s])),
+    )
+
+
+async def next_look(connection: AsyncConnection) -> timedelta | None:
+    """How long until `look` finds something; negative if it would now, None if nothing waits. Leaves out retention."""
+    in_s = (await connection.execute(NEXT_LOOK)).scalar()
+    return None if in_s is None else timedelta(seconds=in_s)
+
+
+async def retire(connection: AsyncConnection, *, limit: int) -> int:
+    """Delete finished tasks whose time to be kept is over. Lock order: task, then its calls and journal."""
+    ids = [row.id for row in await rows(connection, RETIRE_TASKS, limit=limit)]
+    if ids:
+        for statement in (DELETE_CALLS, DELETE_JOURNAL, DELETE_TASKS):
+            await connection.execute(statement, {"ids": ids})
+    return len(ids)
+
+
+async def repair(connection: AsyncConnection, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
+    """Look at the next parked tasks by id and re-wake those that nothing would move. Gives their count, and where to
+    go on; None: that were all.
+    """
+    found = await rows(connection, PARKED_AFTER, after=after, limit=limit, quiet_s=quiet.total_seconds())
+    ids = [row.id for row in found]
+    if not ids:
+        return 0, None
+    stuck = {row.id for row in await rows(connection, WITHOUT_WAKER, ids=ids)}
+    stuck |= {row.id for row in await rows(connection, MET, ids=ids)}
+    woken = await rows(connection, REWAKE, ids=sorted(stuck)) if stuck else ()
+    return len(woken), ids[-1]
+
+
+async def without_waker(connection: AsyncConnection, *, limit: int = 100) -> list[TaskId]:
+    """Unfinished tasks that nothing in SQL would ever move. It returns nothing; `doctor` asks."""
+    return [row.id for row in await rows(connection, ALL_WITHOUT_WAKER, limit=limit)]
+
+
+async def renew(
+    connection: AsyncConnection, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool, uncounted: int = 0
+) -> Renewed:
+    """Move leases on. Rows that somebody holds are skipped: one of them must not keep the others from being renewed.
+
+    `uncounted` takes pick-ups back that never came to a run.
+    """
+    asked = {"ids": [one.task_id for one in renewals], "epochs": [one.epoch for one in renewals]}
+    options = {"lease_s": lease.total_seconds(), "detaches": detaches, "uncounted": uncounted}
+    mine = {row.id for row in await rows(connection, RENEW, **asked, **options)}
+    if len(mine) == len(renewals):
+        return Renewed(mine, set())
+    return Renewed(mine, {row.id for row in await rows(connection, STILL_RUNNING, **asked)} - mine)
+
+
+async def mark_sent(connection: AsyncConnection, calls: Sequence[CallId]) -> None:
+    """Note that calls are known to be with the broker; a send is over with that."""
+    await connection.execute(MARK_SENT, {"ids": sorted(calls)})
+
+
+async def mark_final_sent(connection: AsyncConnection, tasks: Sequence[TaskId]) -> None:
+    await connection.execute(MARK_FINAL_SENT, {"ids": sorted(tasks)})

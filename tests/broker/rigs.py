@@ -1,0 +1,111 @@
+"""What the broker tests stand on: a broker of either kind whose network can be broken, and things to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tests.broker.proxy import Proxy
+
+from coatcheck.broker import Broker, Consumer, Delivery, Message, Outgoing, Routing, connect
+from coatcheck.broker.memory import MemoryBroker
+
+PATIENCE_S = 15.0
+QUICK: dict[str, Any] = {"backoff_min": 0.02, "backoff_max": 0.2, "publish_timeout": 5, "rpc_timeout": 5}
+
+
+class Rig:
+    """A way to get connected brokers of one kind and to break their network. Brokers are stopped at the end."""
+
+    def __init__(self, url: str, proxy: Proxy | None) -> None:
+        self.url = url
+        self.proxy = proxy
+        self._brokers: list[Broker] = []
+
+    async def connect(self, **settings: Any) -> Broker:
+        broker = connect(self.url, **{**QUICK, **settings})
+        self._brokers.append(broker)
+        await broker.start()
+        return broker
+
+    def cut(self) -> None:
+        if self.proxy is not None:
+            self.proxy.cut()
+        for broker in self._brokers:
+            if isinstance(broker, MemoryBroker):
+                broker.cut()
+
+    def go_dark(self) -> None:
+        if self.proxy is not None:
+            self.proxy.refuse()
+        for broker in self._brokers:
+            if isinstance(broker, MemoryBroker):
+                broker.go_dark()
+
+    def come_back(self) -> None:
+        if self.proxy is not None:
+            self.proxy.accept()
+        for broker in self._brokers:
+            if isinstance(broker, MemoryBroker):
+                broker.come_back()
+
+    async def close(self) -> None:
+        for broker in self._brokers:
+            await broker.stop()
+
+
+class Inbox:
+    """Collects deliveries; `take` waits for the next one, `lost` for the loss of a consumer."""
+
+    def __init__(self, *, is_acking: bool = False) -> None:
+        self.deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
+        self.losses: asyncio.Queue[None] = asyncio.Queue()
+        self._is_acking = is_acking
+
+    def __call__(self, delivery: Delivery) -> None:
+        if self._is_acking:
+            delivery.ack()
+        self.deliveries.put_nowait(delivery)
+
+    def on_lost(self) -> None:
+        self.losses.put_nowait(None)
+
+    async def take(self, count: int = 1) -> list[Delivery]:
+        async with asyncio.timeout(PATIENCE_S):
+            return [await self.deliveries.get() for _ in range(count)]
+
+    async def take_one(self) -> Delivery:
+        return (await self.take())[0]
+
+    async def lost(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.losses.get()
+
+    @property
+    def is_empty(self) -> bool:
+        return self.deliveries.empty()
+
+    async def consume(self, broker: Broker, queue: str, prefetch: int = 10) -> Consumer:
+        return await broker.consume(queue, self, prefetch=prefetch, on_lost=self.on_lost)
+
+
+async def until(is_so: Callable[[], Awaitable[bool]] | Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Wait until something outside this process, which cannot signal, is so."""
+    async with asyncio.timeout(patience_s):
+        while True:
+            answer = is_so()
+            if await answer if isinstance(answer, Awaitable) else answer:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def until_depth(broker: Broker, queue: str, depth: int | None) -> None:
+    async def is_so() -> bool:
+        return await broker.depth(queue) == depth
+
+    await until(is_so)
+
+
+async def send(broker: Broker, queue: str, *bodies: bytes) -> list[Routing]:
+    return await broker.publish([Outgoing(queue, Message(body)) for body in bodies])

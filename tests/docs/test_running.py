@@ -1,0 +1,148 @@
+"""Programs shown in the documentation, run as their readers would run them: as processes, on real servers."""
+
+import asyncio
+import json
+import os
+import shlex
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.docs.pages import block_run_by
+from tests.flow.harness import PATIENCE_S, Asked, Rig, rig_on
+from tests.peers.conftest import node_programs  # noqa: F401 - a fixture
+from tests.peers.programs import Language
+
+from coatcheck.store import TaskState
+from coatcheck.worker import App, Context
+
+README = "test_the_readme_example_runs_as_it_says"
+
+
+@pytest.fixture
+async def rig(broker_url: str, store_url: str, service_names) -> AsyncIterator[Rig]:
+    async with rig_on(broker_url, store_url, service_names) as made:
+        yield made
+
+
+# --- README ---
+
+
+async def test_the_readme_example_runs_as_it_says(broker_url: str, empty_store_url: str, service_names, tmp_path: Path):
+    async with rig_on(broker_url, empty_store_url, service_names) as rig:
+        peer = await rig.peer("search")
+        service = service_names.new("research")
+        write_program(tmp_path, service=service, peer=peer.queue)
+
+        async def answer(asked: Asked) -> None:
+            await asked.reply(f"found: {asked.body}")
+
+        peer.answer = answer
+        outputs = [await run_command(rig, words, service, tmp_path) for words in readme_commands()]
+
+        report = json.loads(outputs[-1])
+        assert report["topic"] == "octopuses"
+        assert report["unanswered"] == 0
+        assert report["text"].splitlines()[0] == "found: what is known about octopuses"
+        (task,) = await rig.task(TaskState.DONE)
+        assert task.checkpoint > 1  # it was put down on the way
+
+
+def write_program(directory: Path, *, service: str, peer: str) -> None:
+    """The README's program, with names that no other test uses."""
+    program = block_run_by(README, "python").text
+    for name, unique in (('App("research")', f"App({service!r})"), ('ctx.call("search"', f"ctx.call({peer!r}")):
+        assert program.count(name) == 1
+        program = program.replace(name, unique)
+    (directory / "research.py").write_text(program)
+
+
+def readme_commands() -> list[list[str]]:
+    """The README's commands, word by word; those in the background end with &."""
+    found = [shlex.split(line) for line in block_run_by(README, "bash").text.splitlines()]
+    assert [words[1] for words in found] == ["migrate", "worker", "worker", "worker", "sweeper", "submit"]
+    return found
+
+
+async def run_command(rig: Rig, words: list[str], service: str, directory: Path) -> str:
+    """Run a command to its end, or in the background until it says that it has started."""
+    arguments = [service if word == "research" else word for word in words[1:] if word != "&"]
+    path = os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
+    process = await rig.process(*arguments, PYTHONPATH=path)
+    if words[-1] == "&":
+        await process.logged(f"{arguments[0]}_started")
+        return ""
+    assert await process.wait(60) == 0, process.tail()
+    return "\n".join(process.output)
+
+
+# --- the wire contract ---
+
+
+async def test_the_python_peer_answers(rig: Rig, tmp_path: Path):
+    program = tmp_path / "peer.py"
+    program.write_text(block_run_by("test_the_python_peer_answers", "python").text)
+
+    assert await ask_peer(rig, sys.executable, str(program)) == ["all about octopuses"]
+
+
+async def test_the_javascript_peer_answers(rig: Rig, node_programs: Language):  # noqa: F811
+    program = Path(node_programs.server[-1]).with_name("peer.mjs")
+    program.write_text(block_run_by("test_the_javascript_peer_answers", "javascript").text)
+
+    assert await ask_peer(rig, "node", str(program)) == ["all about octopuses"]
+
+
+async def ask_peer(rig: Rig, *command: str) -> object:
+    """What a handler gets from a peer that runs as this program, and starts after it was called."""
+    queue = rig.names.new("peer")
+    app = App(rig.names.new())
+
+    @app.task
+    async def ask(ctx: Context, question: str) -> object:
+        # The peer makes its queue when it starts; until then there is no route.
+        while True:
+            [answer] = await ctx.gather(ctx.call(queue, question, timeout=20), return_exceptions=True)
+            if getattr(answer, "code", "") != "no_route":
+                return answer
+            await ctx.sleep(0.2)
+
+    await rig.sweeper()
+    await rig.replica(app)
+    requester = await rig.requester()
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={**os.environ, "COATCHECK_BROKER": rig.settings.broker, "PEER_QUEUE": queue},
+        stdin=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        return await requester.reply(await requester.send(app.service, "octopuses"))
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_the_python_requester_is_answered(rig: Rig, tmp_path: Path):
+    program = tmp_path / "requester.py"
+    program.write_text(block_run_by("test_the_python_requester_is_answered", "python").text)
+    app = App(rig.names.new())
+
+    @app.task
+    async def research(ctx: Context, topic: str) -> str:
+        ctx.progress(1, 2)
+        await ctx.sleep(0.05)
+        return f"all about {topic}"
+
+    await rig.sweeper()
+    await rig.replica(app)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(program),
+        env={**os.environ, "COATCHECK_BROKER": rig.settings.broker, "SERVICE": app.service},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        output, _ = await process.communicate()
+
+    assert output.decode().strip() == "done: all about octopuses"

@@ -1,0 +1,233 @@
+"""Makers of what a run writes and what arrives, so that a test names only what it is about."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import asyncpg
+
+from coatcheck.store import Store, encode
+from coatcheck.store.rows import (
+    Address,
+    Again,
+    Arrival,
+    Birth,
+    CallId,
+    CallState,
+    CancelAsk,
+    Changes,
+    Finish,
+    Going,
+    Group,
+    Hold,
+    Kind,
+    NewCall,
+    NewEntry,
+    Park,
+    Put,
+    PutDone,
+    Ruling,
+    Task,
+    TaskId,
+    TaskState,
+    Verdict,
+)
+
+MINUTE = timedelta(minutes=1)
+DAY = timedelta(days=1)
+CANCELLED = encode({"code": "cancelled"})
+
+
+def new_id() -> TaskId:
+    return TaskId(uuid.uuid4())
+
+
+def birth(task_id: TaskId | None = None, **options: Any) -> Birth:
+    """A request's row to be; `body` and `reply_to` may be given."""
+    body = options.pop("body", 1)
+    reply_to = options.pop("reply_to", "asker")
+    correlation_id = options.pop("correlation_id", "r1")
+    return Birth(
+        task_id=task_id or new_id(),
+        service=options.pop("service", "svc"),
+        handler="handler",
+        version="1",
+        request=encode(body),
+        digest=encode(body),
+        identity="identity",
+        address=Address(reply_to, correlation_id) if reply_to else None,
+        correlation_id=correlation_id,
+        **options,
+    )
+
+
+def call(key: str = "search#1", **options: Any) -> NewCall:
+    if "idle" not in options:
+        options.setdefault("hard", MINUTE)
+    return NewCall(CallId(uuid.uuid4()), key, Kind.CALL, "search", b"digest", "search", encode(key), **options)
+
+
+def calls(count: int) -> list[NewCall]:
+    return [call(f"search#{number}") for number in range(1, count + 1)]
+
+
+def timer(key: str = "sleep#1", hard: timedelta = MINUTE) -> NewCall:
+    return NewCall(CallId(uuid.uuid4()), key, Kind.TIMER, "sleep", b"digest", hard=hard)
+
+
+def send(key: str = "send#1") -> NewCall:
+    return NewCall(CallId(uuid.uuid4()), key, Kind.SEND, "audit", b"digest", "audit", encode("note"))
+
+
+def entry(key: str = "plan#1", value: Any = 1, *, is_ok: bool = True) -> NewEntry:
+    return NewEntry(key, Kind.STEP, key.partition("#")[0], b"digest", is_ok, encode(value))
+
+
+def all_of(members: Sequence[NewCall]) -> Group:
+    return need(len(members), members)
+
+
+def need(count: int | None, members: Sequence[NewCall]) -> Group:
+    return Group(tuple(one.call_id for one in members), count)
+
+
+def ok(one: NewCall, value: Any = "ok", *, is_redelivered: bool = False) -> Arrival:
+    return Arrival(one.call_id, CallState.OK, encode(value), is_redelivered)
+
+
+def failed(one: NewCall) -> Arrival:
+    return Arrival(one.call_id, CallState.FAILED, encode({"code": "refused"}))
+
+
+def timeout(one: NewCall, *, is_redelivered: bool = False) -> Arrival:
+    return Arrival(one.call_id, CallState.TIMED_OUT, encode({"code": "timeout"}), is_redelivered)
+
+
+def progress(one: NewCall) -> Arrival:
+    return Arrival(one.call_id, None, b"", progress={"done": 1})
+
+
+def parking(*groups: Group) -> Park:
+    return Park(groups, MINUTE)
+
+
+def done(value: Any = "result", **options: Any) -> Finish:
+    return Finish(TaskState.DONE, encode(value), options.pop("keep", DAY), **options)
+
+
+def going(**options: Any) -> Going:
+    return Going(MINUTE, **options)
+
+
+def again(*forget: str, delay: timedelta = timedelta()) -> Again:
+    return Again(delay, encode({"code": "failed"}), "traceback", forget)
+
+
+def hold(delay: timedelta = MINUTE) -> Hold:
+    return Hold(delay, encode({"code": "unknown_handler"}))
+
+
+def cancel_of(
+    task_id: TaskId, *, correlation_id: str | None = None, value: bytes = CANCELLED, keep: timedelta = DAY
+) -> CancelAsk:
+    return CancelAsk("svc", task_id, value, keep, correlation_id)
+
+
+def put_of(task: Task, end: Going | Park | Finish | Again | Hold, **changes: Any) -> Put:
+    """The put of a run that saw the row like this."""
+    return Put(task.task_id, task.epoch, task.checkpoint, task.seq, Changes(**changes), end)
+
+
+def birth_put(newborn: Birth, end: Going | Park | Finish | Again | Hold, **changes: Any) -> Put:
+    return Put(newborn.task_id, 0, 0, 0, Changes(**changes), end, birth=newborn)
+
+
+def parking_put(newborn: Birth, members: Sequence[NewCall], *groups: Group, **changes: Any) -> Put:
+    return birth_put(newborn, parking(*(groups or (all_of(members),))), opens=tuple(members), **changes)
+
+
+async def park(store: Store, members: Sequence[NewCall], *groups: Group, **changes: Any) -> TaskId:
+    """A parked task that waits for all of its calls, unless told otherwise."""
+    newborn = changes.pop("newborn", None) or birth()
+    answer = await store.put(parking_put(newborn, members, *groups, **changes))
+    assert isinstance(answer, PutDone)
+    assert answer.is_parked
+    return newborn.task_id
+
+
+async def start(store: Store, newborn: Birth | None = None) -> Task:
+    """A running task that has a row and nothing else."""
+    newborn = newborn or birth()
+    answer = await store.put(birth_put(newborn, going()))
+    assert isinstance(answer, PutDone)
+    return await get(store, newborn.task_id)
+
+
+async def wake(store: Store, one: NewCall) -> Ruling:
+    """Answer a call that ends a wait."""
+    ruling = await store.claim(ok(one))
+    assert ruling.verdict is Verdict.GRANTED
+    return ruling
+
+
+async def resumed(store: Store, one: NewCall) -> Task:
+    ruling = await wake(store, one)
+    assert ruling.task is not None
+    return ruling.task
+
+
+async def get(store: Store, task_id: TaskId) -> Task:
+    task = await store.find_task(task_id)
+    assert task is not None
+    return task
+
+
+async def written(store: Store, put: Put) -> PutDone:
+    answer = await store.put(put)
+    assert isinstance(answer, PutDone)
+    return answer
+
+
+async def make_due(sql: asyncpg.Connection, *members: NewCall) -> None:
+    """Let the time of these calls be over."""
+    await sql.execute(
+        """UPDATE coatcheck.call SET due_at = now() - interval '1 s', look_at = now() - interval '1 s'
+            WHERE id = ANY($1)""",
+        [one.call_id for one in members],
+    )
+
+
+async def end_lease(sql: asyncpg.Connection, task_id: TaskId) -> None:
+    await sql.execute(
+        "UPDATE coatcheck.task SET due_at = now() - interval '1 s', look_at = now() - interval '1 s' WHERE id = $1",
+        task_id,
+    )
+
+
+async def assert_sound(sql: asyncpg.Connection) -> None:
+    """What holds for the rows at every instant."""
+    repeated = await sql.fetch("""
+        SELECT task_id, seq FROM (SELECT task_id, seq FROM coatcheck.call WHERE seq IS NOT NULL
+                                  UNION ALL SELECT task_id, seq FROM coatcheck.journal) AS numbered
+         GROUP BY task_id, seq HAVING count(*) > 1""")
+    assert not repeated, f"sequence numbers given twice: {repeated}"
+    beyond = await sql.fetch("""
+        SELECT t.id FROM coatcheck.task t JOIN coatcheck.call c ON c.task_id = t.id WHERE c.seq > t.seq
+         UNION SELECT t.id FROM coatcheck.task t JOIN coatcheck.journal j ON j.task_id = t.id WHERE j.seq > t.seq""")
+    assert not beyond, "a sequence number is beyond its task's"
+    leftover = await sql.fetch("""
+        SELECT c.id FROM coatcheck.task t JOIN coatcheck.call c ON c.task_id = t.id
+         WHERE t.state IN ('done', 'failed', 'cancelled') AND c.state = 'open' AND c.kind <> 'send'""")
+    assert not leftover, "a finished task has open calls"
+    met = await sql.fetch("""
+        SELECT id FROM (
+            SELECT t.id, t.wait_needs[w.number] AS need, count(*) FILTER (WHERE c.state = 'ok') AS ok,
+                   count(*) FILTER (WHERE c.state = 'open') AS still_open
+              FROM coatcheck.task t, unnest(t.wait_calls, t.wait_groups) AS w(call_id, number)
+              LEFT JOIN coatcheck.call c ON c.id = w.call_id
+             WHERE t.state = 'parked' GROUP BY t.id, w.number, t.wait_needs[w.number]) AS waits
+         WHERE still_open = 0 OR ok >= need OR ok + still_open < need""")
+    assert not met, "a task is parked although its wait is over"

@@ -1,0 +1,495 @@
+"""What the sweeper finds: nothing is looked at twice at once, nothing is lost, and only what is over goes."""
+
+import asyncio
+import uuid
+from datetime import timedelta
+
+from tests.store.kit import (
+    MINUTE,
+    again,
+    all_of,
+    birth,
+    birth_put,
+    call,
+    calls,
+    cancel_of,
+    done,
+    end_lease,
+    entry,
+    get,
+    going,
+    make_due,
+    new_id,
+    ok,
+    park,
+    parking,
+    progress,
+    put_of,
+    resumed,
+    send,
+    start,
+    timeout,
+    written,
+)
+
+from coatcheck.store import CallState, TaskState
+from coatcheck.store.rows import Address, Request, Verdict, Wake
+from coatcheck.store.sweeps import Renewal
+
+AGAIN = timedelta(seconds=30)
+NOWHERE = uuid.UUID(int=0)
+
+
+async def look(store):
+    return await store.look(limit=100, again=AGAIN)
+
+
+async def minute_passes(sql):
+    """Let everything be a minute nearer."""
+    for table in ("task", "call"):
+        await sql.execute(f"""
+            UPDATE coatcheck.{table} SET look_at = look_at - interval '61 s', due_at = due_at - interval '61 s'""")
+
+
+# --- calls ---
+
+
+async def test_call_that_is_due_is_found_once_and_again_after_a_while(store, sql):
+    (one,) = calls(1)
+    await park(store, [one])
+    await make_due(sql, one)
+
+    first, second = await look(store), await look(store)
+    await minute_passes(sql)
+    third = await look(store)
+
+    assert [peer.call_id for peer in first.due] == [one.call_id]
+    assert not second
+    assert [peer.call_id for peer in third.due] == [one.call_id]
+    assert first.oldest >= timedelta(seconds=1)
+
+
+async def test_two_sweepers_share_what_is_due(store, other, sql):
+    members = calls(40)
+    await park(store, members)
+    await make_due(sql, *members)
+
+    looks = await asyncio.gather(*(one.look(limit=10, again=AGAIN) for one in (store, other) for _ in range(4)))
+
+    found = [peer.call_id for one in looks for peer in one.due]
+    assert len(found) == len(set(found))
+    rest = await look(store)
+    assert {*found, *(peer.call_id for peer in rest.due)} == {one.call_id for one in members}
+
+
+async def test_call_not_known_to_be_sent_comes_up_after_a_minute_and_then_again(store, sql):
+    one = call(hard=timedelta(hours=1))
+    await park(store, [one])
+    assert not await look(store)
+
+    await minute_passes(sql)
+    first = await look(store)
+    await minute_passes(sql)
+    second = await look(store)
+
+    assert [peer.call_id for peer in first.unsent] == [one.call_id]
+    assert [peer.call_id for peer in second.unsent] == [one.call_id]
+    assert first.due == ()
+
+
+async def test_unsent_call_that_is_looked_at_still_times_out_on_time(store, sql):
+    one = call(hard=timedelta(seconds=70))
+    await park(store, [one])
+    await minute_passes(sql)
+    await store.look(limit=10, again=timedelta(hours=1))
+
+    next_look = await store.next_look()
+
+    assert next_look is not None
+    assert next_look < timedelta(seconds=10)
+
+
+async def test_call_marked_as_sent_is_next_looked_at_when_it_is_due(store, sql):
+    one = call(hard=timedelta(minutes=10))
+    await park(store, [one])
+
+    await store.mark_sent([one.call_id])
+
+    next_look = await store.next_look()
+    assert next_look is not None
+    assert timedelta(minutes=9) < next_look < timedelta(minutes=10)
+
+
+async def test_progress_moves_what_is_due(store, sql):
+    one = call(idle=timedelta(minutes=5))
+    await park(store, [one])
+    await make_due(sql, one)
+
+    await store.claim(progress(one))
+
+    assert not await look(store)
+    next_look = await store.next_look()
+    assert next_look is not None
+    assert next_look > timedelta(minutes=4)
+
+
+async def test_answered_call_is_never_looked_at_again(store, sql):
+    first, second = call("a#1"), call("b#1", hard=timedelta(hours=1))
+    await park(store, [first, second])
+    await store.mark_sent([second.call_id])
+    await store.claim(ok(first))
+
+    await minute_passes(sql)
+
+    assert not await look(store)
+
+
+async def test_send_comes_up_until_it_is_marked_and_is_over_then(store, sql):
+    note = send()
+    task = await start(store)
+    await written(store, put_of(task, done(), opens=(note,)))
+    await minute_passes(sql)
+    assert [peer.call_id for peer in (await look(store)).unsent] == [note.call_id]
+
+    await store.mark_sent([note.call_id])
+
+    await minute_passes(sql)
+    assert not await look(store)
+    (line,) = await store.task_lines(task.task_id)
+    assert (line.state, line.is_sent) == (CallState.OK, True)
+
+
+async def test_marking_what_is_locked_or_unknown_waits_for_nobody(store, sql):
+    (one,) = calls(1)
+    await park(store, [one])
+    async with sql.transaction():
+        await sql.execute("SELECT FROM coatcheck.call FOR UPDATE")
+
+        async with asyncio.timeout(2):
+            await store.mark_sent([one.call_id, call().call_id])
+            await store.mark_final_sent([new_id()])
+
+
+# --- tasks ---
+
+
+async def test_run_whose_lease_is_over_is_found_with_its_epoch(store, sql):
+    task = await start(store)
+    await end_lease(sql, task.task_id)
+
+    found = await look(store)
+
+    assert [(it.task_id, it.epoch) for it in found.overdue] == [(task.task_id, task.epoch)]
+    assert not await look(store)
+
+
+async def test_task_to_be_tried_again_is_found_when_its_time_comes(store, sql):
+    task = await start(store)
+    await written(store, put_of(task, again(delay=timedelta(seconds=50))))
+    assert not await look(store)
+
+    await minute_passes(sql)
+
+    assert [it.state for it in (await look(store)).overdue] == [TaskState.RETRYING]
+
+
+async def test_parked_task_itself_is_never_looked_at(store, sql):
+    one = call(hard=timedelta(hours=1))
+    await park(store, [one])
+    await store.mark_sent([one.call_id])
+
+    await minute_passes(sql)
+
+    assert not await look(store)
+
+
+async def test_final_reply_of_a_detached_run_comes_up_until_it_is_marked(store, sql):
+    task = await start(store)
+    await written(store, put_of(task, done(is_detached=True)))
+    for _ in range(2):
+        await minute_passes(sql)
+        assert [it.task_id for it in (await look(store)).unsent_finals] == [task.task_id]
+
+    await store.mark_final_sent([task.task_id])
+
+    await minute_passes(sql)
+    assert not await look(store)
+    assert await store.next_look() is None
+
+
+async def test_final_reply_that_its_trigger_brings_back_is_not_the_sweepers(store, sql):
+    task = await start(store)
+    await written(store, put_of(task, done()))
+
+    await minute_passes(sql)
+
+    assert not await look(store)
+
+
+async def test_final_reply_of_a_cancelled_task_comes_up(store, sql):
+    task_id = await park(store, calls(1))
+    await store.cancel(cancel_of(task_id))
+
+    await minute_passes(sql)
+
+    assert [it.task_id for it in (await look(store)).unsent_finals] == [task_id]
+
+
+async def test_next_look_is_none_when_nothing_waits(store):
+    assert await store.next_look() is None
+
+
+async def test_next_look_ignores_what_waits_for_retention(store, sql):
+    task = await start(store)
+    await written(store, put_of(task, done(keep=timedelta()), opens=(send(),)))
+    await sql.execute("UPDATE coatcheck.call SET look_at = now() + interval '1 h'")
+
+    next_look = await store.next_look()
+
+    assert next_look is not None
+    assert next_look > MINUTE
+
+
+async def test_next_look_is_negative_when_something_is_overdue(store, sql):
+    (one,) = calls(1)
+    await park(store, [one])
+    await make_due(sql, one)
+
+    next_look = await store.next_look()
+
+    assert next_look is not None
+    assert next_look < timedelta()
+
+
+# --- leases ---
+
+
+async def test_renewing_moves_the_lease_of_our_runs_and_tells_which_are_not_ours(store, sql):
+    ours, lost = await start(store), await start(store)
+    await end_lease(sql, ours.task_id)
+
+    kept = await store.renew([Renewal(ours.task_id, ours.epoch), Renewal(lost.task_id, lost.epoch + 1)], lease=MINUTE)
+
+    assert kept == ({ours.task_id}, set())
+    assert (await store.resume(Wake(ours.task_id, ours.epoch))).verdict is Verdict.EARLY
+
+
+async def test_parked_and_finished_tasks_have_no_lease_to_renew(store):
+    parked = await get(store, await park(store, calls(1)))
+    ended = await start(store)
+    await written(store, put_of(ended, done()))
+
+    kept = await store.renew([Renewal(it.task_id, it.epoch) for it in (parked, ended)], lease=MINUTE)
+
+    assert kept == (set(), set())
+
+
+async def test_lease_of_zero_lets_another_replica_take_the_run_at_once(store, other):
+    task = await start(store)
+
+    await store.renew([Renewal(task.task_id, task.epoch)], lease=timedelta())
+
+    assert [it.task_id for it in (await look(other)).overdue] == [task.task_id]
+    assert (await other.resume(Wake(task.task_id, task.epoch))).verdict is Verdict.GRANTED
+
+
+async def test_detaching_leaves_nothing_for_a_redelivered_trigger_to_take(store):
+    task = await start(store, newborn := birth())
+
+    await store.renew([Renewal(task.task_id, task.epoch)], lease=MINUTE, detaches=True)
+
+    assert (await store.accept(Request(newborn, is_redelivered=True))).verdict is Verdict.DUPLICATE
+    assert (await get(store, task.task_id)).epoch == task.epoch
+
+
+# --- retention ---
+
+
+async def test_finished_task_goes_when_its_time_to_be_kept_is_over(store, sql):
+    (one,) = calls(1)
+    await park(store, [one], entries=(entry(),))
+    task = await resumed(store, one)
+    await written(store, put_of(task, done(keep=timedelta())))
+
+    assert await store.retire(limit=10) == 1
+
+    for table in ("task", "call", "journal"):
+        assert await sql.fetchval(f"SELECT count(*) FROM coatcheck.{table}") == 0
+
+
+async def test_finished_task_stays_while_it_is_to_be_kept(store):
+    task = await start(store)
+    await written(store, put_of(task, done()))
+
+    assert await store.retire(limit=10) == 0
+
+
+async def test_tombstone_goes_when_its_time_is_over(store, sql):
+    await store.cancel(cancel_of(new_id()))
+    assert await store.retire(limit=10) == 0
+    await sql.execute("UPDATE coatcheck.task SET due_at = now()")
+
+    assert await store.retire(limit=10) == 1
+
+
+async def test_unfinished_tasks_never_go(store, sql):
+    await park(store, calls(1))
+    running, retrying = await start(store), await start(store)
+    await written(store, put_of(retrying, again()))
+    await sql.execute("UPDATE coatcheck.task SET look_at = now() - interval '1 y', due_at = now() - interval '1 y'")
+
+    assert await store.retire(limit=10) == 0
+    assert (await get(store, running.task_id)).state is TaskState.RUNNING
+
+
+async def test_finished_task_with_a_send_that_never_left_stays(store):
+    task = await start(store)
+    await written(store, put_of(task, done(keep=timedelta()), opens=(note := send(),)))
+    assert await store.retire(limit=10) == 0
+
+    await store.mark_sent([note.call_id])
+
+    assert await store.retire(limit=10) == 1
+
+
+async def test_final_reply_that_was_never_tried_keeps_its_task_though_its_time_is_over(store, sql):
+    task = await start(store)
+    await written(store, put_of(task, done(keep=timedelta(), is_detached=True)))
+    assert await store.retire(limit=10) == 0
+    await minute_passes(sql)
+
+    found = await look(store)
+
+    assert [it.task_id for it in found.unsent_finals] == [task.task_id]
+    assert await store.retire(limit=10) == 1
+
+
+async def test_retiring_stops_at_its_limit(store):
+    for _ in range(3):
+        await written(store, birth_put(birth(), done(keep=timedelta())))
+
+    assert [await store.retire(limit=2) for _ in range(3)] == [2, 1, 0]
+
+
+async def test_request_that_comes_again_after_retention_is_a_new_task(store):
+    newborn = birth()
+    await written(store, birth_put(newborn, done(keep=timedelta())))
+    await store.retire(limit=1)
+
+    assert (await store.accept(Request(newborn))).verdict is Verdict.GRANTED
+
+
+# --- repair ---
+
+
+async def test_sound_tasks_all_have_a_waker(store):
+    await park(store, calls(2))
+    await start(store)
+    await written(store, put_of(await start(store), again()))
+
+    assert await store.without_waker() == []
+    assert (await store.repair(after=NOWHERE, limit=10, quiet=timedelta()))[0] == 0
+
+
+async def test_parked_task_whose_calls_were_closed_by_hand_is_found_and_woken(store, sql):
+    members = calls(2)
+    task_id = await park(store, members)
+    await sql.execute("UPDATE coatcheck.call SET state = 'failed', seq = 1, look_at = NULL")
+    assert await store.without_waker() == [task_id]
+
+    woken, _ = await store.repair(after=NOWHERE, limit=10, quiet=timedelta())
+
+    assert woken == 1
+    assert await store.without_waker() == []
+    (overdue,) = (await look(store)).overdue
+    assert (await store.resume(Wake(task_id, overdue.epoch))).verdict is Verdict.GRANTED
+
+
+async def test_parked_task_whose_wait_is_over_is_woken_though_other_calls_are_open(store, sql):
+    waited, other_call = calls(2)
+    task_id = await park(store, [waited, other_call], all_of([waited]))
+    await sql.execute("UPDATE coatcheck.call SET state = 'ok', seq = 1, look_at = NULL WHERE id = $1", waited.call_id)
+
+    assert await store.without_waker() == [task_id]
+    assert (await store.repair(after=NOWHERE, limit=10, quiet=timedelta()))[0] == 1
+
+
+async def test_repair_goes_through_the_tasks_in_portions(store):
+    ids = sorted([await park(store, calls(1)) for _ in range(5)])
+
+    _, first = await store.repair(after=NOWHERE, limit=3, quiet=timedelta())
+    assert first is not None
+    _, second = await store.repair(after=first, limit=3, quiet=timedelta())
+    assert second is not None
+    end = await store.repair(after=second, limit=3, quiet=timedelta())
+
+    assert (first, second, end) == (ids[2], ids[4], (0, None))
+
+
+async def test_repair_leaves_tasks_alone_that_moved_a_moment_ago(store, sql):
+    await park(store, calls(1))
+    await sql.execute("UPDATE coatcheck.call SET state = 'failed', seq = 1, look_at = NULL")
+
+    assert (await store.repair(after=NOWHERE, limit=10, quiet=MINUTE))[0] == 0
+
+
+# --- for people ---
+
+
+async def test_listing_and_counting_tell_tasks_by_service_and_state(store):
+    await park(store, calls(1))
+    await start(store, birth(service="another"))
+
+    assert await store.count_tasks() == {TaskState.PARKED: 1, TaskState.RUNNING: 1}
+    assert [it.service for it in await store.list_tasks(service="another")] == ["another"]
+    assert [it.state for it in await store.list_tasks(states=[TaskState.PARKED])] == [TaskState.PARKED]
+
+
+async def test_lines_tell_a_tasks_story_with_open_calls_last(store, sql):
+    first, second = calls(2)
+    task_id = await park(store, [first, second], entries=(entry(),))
+    await store.claim(progress(second))
+    await store.claim(ok(first))
+
+    lines = await store.task_lines(task_id)
+
+    assert [(line.key, line.state) for line in lines] == [
+        ("plan#1", CallState.OK),
+        ("search#1", CallState.OK),
+        ("search#2", CallState.OPEN),
+    ]
+    assert lines[2].progress == {"done": 1}
+
+
+async def test_find_gives_none_for_a_task_without_a_row(store):
+    assert await store.find_task(new_id()) is None
+
+
+async def test_task_comes_back_as_it_was_written(store):
+    newborn = birth(traceparent="00-trace", tracestate="a=b")
+    await store.put(birth_put(newborn, parking(all_of([one := call()])), opens=(one,)))
+
+    task = await get(store, newborn.task_id)
+
+    assert (task.service, task.handler, task.version) == ("svc", "handler", "1")
+    assert (task.request, task.digest, task.identity) == (newborn.request, newborn.digest, "identity")
+    assert task.addresses == (Address("asker", "r1"),)
+    assert (task.traceparent, task.tracestate) == ("00-trace", "a=b")
+
+
+async def test_timeout_emitted_twice_is_applied_once(store, sql):
+    (one,) = calls(1)
+    await park(store, [one])
+    await make_due(sql, one)
+
+    verdicts = [(await store.claim(timeout(one))).verdict for _ in range(2)]
+
+    assert verdicts == [Verdict.GRANTED, Verdict.LATE]
+
+
+async def test_detached_going_keeps_its_lease(store):
+    task = await start(store)
+    await written(store, put_of(task, going(is_detached=True)))
+
+    assert await store.without_waker() == []
+    assert (await get(store, task.task_id)).due_at is not None

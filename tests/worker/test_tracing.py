@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from uuid import UUID, uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.worker import tracing
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+SPAN = "00f067aa0ba902b7"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.mark.parametrize(
+    ("header", "flags"),
+    [
+        (PARENT, 1),
+        (f"00-{TRACE}-{SPAN}-00", 0),
+        (f"00-{TRACE}-{SPAN}-ff", 3),
+        (f"cc-{TRACE}-{SPAN}-01", 1),
+        (f"cc-{TRACE}-{SPAN}-01-what-comes-next", 1),
+        (f" {PARENT} ", 1),
+    ],
+)
+def test_valid_traceparent_is_read(header, flags):
+    assert tracing.parse(header) == tracing.TraceParent(TRACE, SPAN, flags)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "garbage",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01-extra",
+        f"00-{TRACE}-{SPAN}-1",
+        f"00-{TRACE[:-1]}-{SPAN}-01",
+        f"{PARENT}\n",
+        f"cc-{TRACE}-{SPAN}-01-{'x' * 600}",
+    ],
+)
+def test_invalid_traceparent_is_none_and_starts_a_new_trace(header):
+    assert tracing.parse(header) is None
+    assert tracing.trace_id_of(header) is None
+    started = tracing.parse(tracing.child(header))
+    assert started is not None
+    assert started.trace_id != TRACE
+
+
+@given(st.text())
+def test_any_text_parses_or_is_none(text):
+    found = tracing.parse(text)
+
+    assert found is None or str(found).split("-")[1] in text
+
+
+def test_child_keeps_trace_and_flags_and_changes_span():
+    first, second = (tracing.parse(tracing.child(f"00-{TRACE}-{SPAN}-00")) for _ in range(2))
+
+    assert first is not None
+    assert second is not None
+    assert (first.trace_id, first.flags) == (TRACE, 0)
+    assert len({first.span_id, second.span_id, SPAN}) == 3
+
+
+def test_child_of_a_call_is_the_same_each_time_and_does_not_reveal_the_call_id():
+    call_id = uuid4()
+
+    header = tracing.child(PARENT, call_id=call_id)
+
+    assert header == tracing.child(PARENT, call_id=call_id)
+    assert header != tracing.child(PARENT, call_id=uuid4())
+    assert header.split("-")[2] not in call_id.hex
+
+
+def test_new_trace_is_named_after_its_task():
+    task_id = uuid4()
+
+    assert tracing.trace_id_of(tracing.child(None, task_id=task_id)) == task_id.hex
+    assert tracing.parse(tracing.child(None, task_id=UUID(int=0))) is not None
+
+
+@pytest.mark.parametrize(
+    ("headers", "state"),
+    [
+        ({"traceparent": PARENT, "tracestate": "a=1,b=2"}, "a=1,b=2"),
+        ({"traceparent": PARENT}, None),
+        ({"traceparent": "bad", "tracestate": "a=1"}, None),
+        ({"tracestate": "a=1"}, None),
+        ({"traceparent": PARENT, "tracestate": "a=" + "x" * 600}, None),
+        ({"traceparent": PARENT, "tracestate": "a=\n"}, None),
+        ({"traceparent": PARENT, "tracestate": 5}, None),
+        ({"traceparent": 5}, None),
+        ({}, None),
+    ],
+)
+def test_tracestate_travels_only_beside_a_valid_traceparent(headers, state):
+    outgoing = tracing.child_headers(headers)
+
+    assert outgoing.get("tracestate") == state
+    assert tracing.parse(outgoing["traceparent"]) is not None

@@ -1,0 +1,229 @@
+"""`coatcheck submit` and `coatcheck result`: what a client does, from a shell.
+
+A result goes to stdout as JSON, a failure to stderr, and the exit code tells them apart:
+0 a result, 1 a failure, 2 wrong usage, 3 no end within --timeout (the task goes on).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+from uuid import UUID
+
+import click
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from coatcheck.cli.finding import find_task_id
+from coatcheck.cli.options import broker_option, json_option, make_client, store_option
+from coatcheck.cli.output import clean, emit_json, pretty, say, stderr
+from coatcheck.errors import TaskCancelled, TaskFailed
+from coatcheck.store.rows import TaskState
+from coatcheck.worker.client import Client, Ticket
+
+NOT_YET = 3
+
+timeout_option = click.option(
+    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="How long to wait; the task goes on after that."
+)
+
+
+# --- submit ---
+
+
+@click.command()
+@click.argument("service")
+@click.argument("body", required=False)
+@click.option("--task", metavar="NAME", help="The handler to run.  [default: the service's default handler]")
+@click.option("--id", "identity", metavar="IDENTITY", help="Two requests with the same identity are one task.")
+@click.option("--text", "is_text", is_flag=True, help="BODY is a text, not JSON.")
+@click.option("--wait", is_flag=True, help="Wait for the result and print it.")
+@timeout_option
+@broker_option
+@json_option
+def submit(
+    *,
+    service: str,
+    body: str | None,
+    task: str | None,
+    identity: str | None,
+    is_text: bool,
+    wait: bool,
+    timeout: float | None,
+    broker: str | None,
+    as_json: bool,
+) -> None:
+    """Hand a request to a service.
+
+    BODY is JSON, or @FILE to read it from a file, or - to read it from stdin; without one the body is null. Prints
+    the id of the task, which `coatcheck result` and `coatcheck show` take. With --wait it prints the result as JSON
+    instead; if the task fails, the problem goes to stderr and the exit code is 1, or 3 if there was no end within
+    --timeout.
+
+    \b
+    Example:
+      coatcheck submit research '{"topic": "coats"}' --wait --timeout 60
+      coatcheck submit research @request.json --id order-4711
+    """
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout is about waiting; add --wait")
+    value = read_body(body, is_text=is_text)
+    asyncio.run(
+        _submit(
+            make_client(broker=broker),
+            service,
+            value,
+            task=task,
+            identity=identity,
+            timeout_s=timeout,
+            waits=wait,
+            as_json=as_json,
+        )
+    )
+
+
+async def _submit(
+    client: Client,
+    service: str,
+    value: Any,
+    *,
+    task: str | None,
+    identity: str | None,
+    timeout_s: float | None,
+    waits: bool,
+    as_json: bool,
+) -> None:
+    async with client:
+        ticket = await client.submit(service, value, task=task, identity=identity)
+        if waits:
+            found = await _wait(ticket, timeout_s, as_json=as_json)
+            _print_result(ticket.task_id, found, as_json=as_json)
+        elif as_json:
+            emit_json({"task_id": ticket.task_id, "service": service})
+        else:
+            say(str(ticket.task_id))
+
+
+async def _wait(ticket: Ticket, timeout_s: float | None, *, as_json: bool) -> Any:
+    following = asyncio.ensure_future(_follow(ticket))
+    try:
+        return await ticket.result(timeout_s)
+    except TaskFailed as error:
+        _fail(ticket.task_id, error, as_json=as_json)
+    except TimeoutError:
+        _not_yet(ticket.task_id, timeout_s)
+    except asyncio.CancelledError:  # Ctrl-C
+        say(f"Task {ticket.task_id} goes on; see `coatcheck result {ticket.task_id}`.", err=True)
+        raise
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+
+
+async def _follow(ticket: Ticket) -> None:
+    """Show progress on a terminal, until cancelled. It goes to stderr: stdout is for the result."""
+    console = stderr()
+    if not console.is_terminal:
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task(str(ticket.task_id), total=None)
+        async for progress in ticket.progress():
+            text = clean(progress.message or str(ticket.task_id)).replace("[", r"\[")
+            bars.update(bar, completed=progress.done or 0, total=progress.total, description=text)
+
+
+def read_body(written: str | None, *, is_text: bool) -> Any:
+    """The request's body: JSON, `@file`, or `-` for stdin. Raises click.UsageError that says how to write it."""
+    if written is None:
+        return None
+    source = "BODY"
+    if written == "-":
+        source = "stdin"
+        written = sys.stdin.read()
+    elif written.startswith("@") and not is_text:
+        source = written[1:]
+        try:
+            written = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"cannot read {source}: {error}") from error
+    if is_text:
+        return written
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError) as error:
+        hint = "put it in single quotes, so that the shell leaves its double quotes alone"
+        if not written.startswith(("{", "[", '"', "'")):
+            hint = f"a text needs its own quotes ('{json.dumps(written[:40])}'), or add --text"
+        raise click.UsageError(f"{source} is not JSON ({error}); {hint}") from error
+
+
+# --- result ---
+
+
+@click.command(short_help="Print the result of a task, waiting for it.")
+@click.argument("task_id")
+@timeout_option
+@store_option
+@json_option
+def result(task_id: str, timeout: float | None, store: str | None, as_json: bool) -> None:
+    """Print the result of a task as JSON, waiting for it if need be.
+
+    A failed or cancelled task prints its problem on stderr and exits with 1. With --timeout, no end by then exits
+    with 3; --timeout 0 only looks. TASK_ID may be the beginning of an id.
+
+    \b
+    Example:
+      coatcheck result 5f0c6a55-7a0e-5c0e-9d3f-0d6f2b1c4a11 --timeout 10
+    """
+    asyncio.run(_result(make_client(store=store), task_id, timeout, as_json=as_json))
+
+
+async def _result(client: Client, written: str, timeout_s: float | None, *, as_json: bool) -> None:
+    async with client:
+        task_id = await find_task_id(client.store, written)
+        try:
+            if timeout_s == 0:
+                if not (await client.get(task_id)).state.is_final:
+                    raise TimeoutError
+                timeout_s = None
+            found = await client.result(task_id, timeout=timeout_s)
+        except TaskFailed as error:
+            _fail(task_id, error, as_json=as_json)
+        except TimeoutError:
+            _not_yet(task_id, timeout_s)
+        _print_result(task_id, found, as_json=as_json)
+
+
+# --- how it ends ---
+
+
+def _print_result(task_id: UUID, value: Any, *, as_json: bool) -> None:
+    if as_json:
+        emit_json({"task_id": task_id, "state": TaskState.DONE, "result": value})
+    elif isinstance(value, bytes):
+        sys.stdout.buffer.write(value)
+    else:
+        click.echo(pretty(value))
+
+
+def _fail(task_id: UUID, error: TaskFailed, *, as_json: bool) -> NoReturn:
+    """Tell a failure and leave with 1."""
+    state = TaskState.CANCELLED if isinstance(error, TaskCancelled) else TaskState.FAILED
+    if as_json:
+        emit_json({"task_id": task_id, "state": state, "problem": error.problem}, err=True)
+    else:
+        problem = error.problem
+        title = problem.get("title") or "The task failed"
+        raised = f" ({error.type})" if error.type else ""
+        say(f"Error: {title}: {problem.get('detail') or 'no detail'}{raised}", err=True)
+        say(f"  code {error.code or '-'}, task {task_id}; `coatcheck show {task_id}` has the story", err=True)
+    click.get_current_context().exit(1)
+
+
+def _not_yet(task_id: UUID, timeout_s: float | None) -> NoReturn:
+    after = f" after {timeout_s:g} s" if timeout_s else ""
+    say(f"Error: task {task_id} has not ended{after}; it goes on, see `coatcheck show {task_id}`", err=True)
+    click.get_current_context().exit(NOT_YET)

@@ -1,0 +1,209 @@
+"""What `doctor` looks at. Each check turns facts into findings; a finding that is not ok says how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+
+from coatcheck.broker.port import Broker
+from coatcheck.broker.topology import Names
+from coatcheck.cli.output import duration
+from coatcheck.cli.payloads import read_problem
+from coatcheck.cli.show import fix_for
+from coatcheck.errors import InvalidSettings
+from coatcheck.store.migrate import newest_version
+from coatcheck.store.queries import Late, ServiceCount, Summary
+from coatcheck.store.rows import TaskId, TaskState
+from coatcheck.store.store import Store
+from coatcheck.worker.settings import redacted
+
+MOST_LISTED = 10
+BUSY_SWEEPER_DEPTH = 1_000
+START_WORKER = "coatcheck worker MODULE:APP"
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One statement about the installation. `fix` is a command, or what to do where no command helps."""
+
+    status: Status
+    check: str
+    what: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFacts:
+    """What the broker says about a queue; both None: there is no such queue."""
+
+    depth: int | None
+    consumer_count: int | None
+
+    @property
+    def exists(self) -> bool:
+        return self.depth is not None
+
+
+async def look_at_queue(broker: Broker, queue: str) -> QueueFacts:
+    return QueueFacts(await broker.depth(queue), await broker.consumer_count(queue))
+
+
+# --- the store ---
+
+
+def check_schema(found: str | None, place: str) -> Finding:
+    wanted = newest_version()
+    if found is None:
+        return Finding(Status.FAIL, "schema", f"{place} has no coatcheck schema", "coatcheck migrate")
+    if found < wanted:
+        text = f"the schema is at version {found}, this release needs {wanted}"
+        return Finding(Status.FAIL, "schema", text, "coatcheck migrate")
+    if found > wanted:
+        text = f"the schema is at version {found}, newer than this release's {wanted}; newer ones only add"
+        return Finding(Status.WARN, "schema", text, "pip install --upgrade coatcheck")
+    return Finding(Status.OK, "schema", f"version {found}")
+
+
+async def check_tasks(store: Store, services: Sequence[ServiceCount], *, grace: timedelta) -> list[Finding]:
+    """All that the rows tell: wakers, what is late, what is held, what has no identity."""
+    held = await store.summarise_tasks(states=[TaskState.HELD], limit=MOST_LISTED + 1)
+    return [
+        judge_wakers(await store.without_waker(limit=MOST_LISTED + 1)),
+        *judge_late(await store.find_late(grace=grace), grace),
+        *judge_held(held),
+        *judge_nameless(services),
+    ]
+
+
+def judge_wakers(stuck: Sequence[TaskId]) -> Finding:
+    if not stuck:
+        return Finding(Status.OK, "wakers", "every unfinished task has something that will move it")
+    listed = _listed([str(task_id) for task_id in stuck])
+    text = f"nothing will ever move {listed}: a bug of Coatcheck, please report it"
+    return Finding(Status.FAIL, "wakers", text, "coatcheck sweeper  (it repairs parked ones within two minutes)")
+
+
+def judge_late(late: Sequence[Late], grace: timedelta) -> list[Finding]:
+    """Tell a sweeper that does not look from workers that do not take what it sends."""
+    findings = []
+    for each in late:
+        if each.unlooked_count:
+            text = f"{each.service}: {each.unlooked_count} tasks wait for a sweeper that has not looked at them"
+            findings.append(Finding(Status.FAIL, "overdue", text, "coatcheck sweeper"))
+        elif each.overdue_count:
+            text = (
+                f"{each.service}: {each.overdue_count} tasks are overdue, the oldest by {duration(each.oldest)}; the "
+                "sweeper has sent word, and no worker has acted on it"
+            )
+            findings.append(Finding(Status.FAIL, "overdue", text, START_WORKER))
+    return findings or [Finding(Status.OK, "overdue", f"nothing is overdue by more than {duration(grace)}")]
+
+
+def judge_held(held: Sequence[Summary]) -> list[Finding]:
+    findings = []
+    for task in held[:MOST_LISTED]:
+        problem = read_problem(task.failure) or {}
+        why = problem.get("detail") or problem.get("title") or "this code cannot run it"
+        handler = f"{task.service}/{task.handler}" if task.handler else task.service
+        fix = f"coatcheck show {task.task_id}  ({fix_for(problem) or 'deploy code that can run it, or cancel it'})"
+        findings.append(Finding(Status.WARN, "held", f"{handler}, task {task.task_id}: {why}", fix))
+    if len(held) > MOST_LISTED:
+        findings.append(Finding(Status.WARN, "held", "there are more", "coatcheck ps --state held"))
+    return findings or [Finding(Status.OK, "held", "no task is held")]
+
+
+def judge_nameless(services: Sequence[ServiceCount]) -> list[Finding]:
+    return [
+        Finding(
+            Status.WARN,
+            "identity",
+            f"{each.service}: {each.nameless_count} tasks came without an identity, so a duplicate would run again",
+            "let their senders set message_id, or the header cc-id",
+        )
+        for each in services
+        if each.nameless_count
+    ]
+
+
+# --- the broker ---
+
+
+async def check_service(broker: Broker, service: str, *, unfinished_count: int) -> list[Finding]:
+    """Are the queues there, are they what this release declares, does anyone consume, is anything dead."""
+    names = Names(service)
+    facts = {queue: await look_at_queue(broker, queue) for queue in names.queues}
+    findings = [judge_topology(service, facts, unfinished_count=unfinished_count)]
+    if findings[0].status is Status.OK:
+        try:
+            # All there, so this makes nothing new: the broker only compares the arguments.
+            await broker.declare_service(service)
+        except InvalidSettings as error:
+            findings = [Finding(Status.FAIL, "queues", redacted(str(error)), _recreate(names))]
+        findings.append(judge_workers(service, facts[names.requests], unfinished_count=unfinished_count))
+    findings.append(judge_dead(service, facts[names.dead]))
+    return findings
+
+
+def judge_topology(service: str, facts: dict[str, QueueFacts], *, unfinished_count: int) -> Finding:
+    missing = [queue for queue, each in facts.items() if not each.exists]
+    if not missing:
+        return Finding(Status.OK, "queues", f"{service}: all {len(facts)} queues are there")
+    status = Status.FAIL if unfinished_count or len(missing) < len(facts) else Status.WARN
+    return Finding(status, "queues", f"{service}: {', '.join(missing)} missing", f"{START_WORKER}  (makes them)")
+
+
+def judge_workers(service: str, requests: QueueFacts, *, unfinished_count: int) -> Finding:
+    if requests.consumer_count:
+        return Finding(
+            Status.OK, "workers", f"{service}: {requests.consumer_count} consume, {requests.depth} requests wait"
+        )
+    waiting = [f"{requests.depth} requests"] if requests.depth else []
+    waiting += [f"{unfinished_count} unfinished tasks"] if unfinished_count else []
+    text = f"{service}: no worker takes requests" + (f"; {' and '.join(waiting)} wait" if waiting else "")
+    return Finding(Status.FAIL if waiting else Status.WARN, "workers", text, START_WORKER)
+
+
+def judge_dead(service: str, dead: QueueFacts) -> Finding:
+    if not dead.depth:
+        return Finding(Status.OK, "dead letters", f"{service}: none")
+    return Finding(Status.WARN, "dead letters", f"{service}: {dead.depth}", f"coatcheck dead ls {service}")
+
+
+async def check_sweeper(broker: Broker, queue: str, *, unfinished_count: int) -> Finding:
+    facts = await look_at_queue(broker, queue)
+    if facts.exists:
+        try:
+            await broker.declare_sweeper(queue)
+        except InvalidSettings as error:
+            fix = f"delete the queue {queue} on the broker, then: coatcheck sweeper"
+            return Finding(Status.FAIL, "sweeper", redacted(str(error)), fix)
+    return judge_sweeper(facts, unfinished_count=unfinished_count)
+
+
+def judge_sweeper(facts: QueueFacts, *, unfinished_count: int) -> Finding:
+    """Nobody needs a sweeper before the first task waits; after that timeouts depend on one."""
+    if not facts.consumer_count:
+        status = Status.FAIL if unfinished_count else Status.WARN
+        state = "no sweeper runs" if facts.exists else "no sweeper ever ran on this broker"
+        tasks = f"; {unfinished_count} unfinished tasks depend on one" if unfinished_count else ""
+        return Finding(status, "sweeper", state + tasks, "coatcheck sweeper")
+    if (facts.depth or 0) > BUSY_SWEEPER_DEPTH:
+        text = f"{facts.depth} hints wait for the sweeper, which does not keep up"
+        return Finding(Status.WARN, "sweeper", text, "coatcheck sweeper  (a second one; then look at Postgres)")
+    return Finding(Status.OK, "sweeper", f"{facts.consumer_count} running, {facts.depth} hints waiting")
+
+
+def _recreate(names: Names) -> str:
+    return f"empty and delete the queues of {names.service} on the broker, then: {START_WORKER}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join([*words[:MOST_LISTED], *(["…"] if len(words) > MOST_LISTED else [])])

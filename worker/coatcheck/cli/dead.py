@@ -1,0 +1,296 @@
+"""`coatcheck dead ls | show | redrive | drop`: messages that could not be dealt with, and what to do with them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from coatcheck.broker import connect
+from coatcheck.broker.port import Broker
+from coatcheck.cli import letters as dead_letters
+from coatcheck.cli.letters import Action, Letter, Outcome, count_letters, look, settle
+from coatcheck.cli.options import CONNECT_BUDGET, Command, broker_option, json_option, load_settings
+from coatcheck.cli.output import duration, emit_json, moment, say, say_facts, say_table
+from coatcheck.cli.payloads import read_message
+
+LARGEST_BODY = 128 * 1024 * 1024
+"""A message may be dead because it was over the limit; redriving it must not fail for the same reason here."""
+LONGEST_BODY = 2_000
+MOST_LISTED = 10
+MOST_SEARCHED = 10_000
+
+
+@click.group()
+def dead() -> None:
+    """Look after messages that nobody could deal with.
+
+    A message that breaks the contract (malformed, too large, of an unknown kind) goes to the dead-letter queue of its
+    service, with the reason. It stays there until you redrive it, after the cause is gone, or drop it.
+
+    \b
+    Example:
+      coatcheck dead ls research
+      coatcheck dead redrive research --all --reason undecodable
+    """
+
+
+# --- looking ---
+
+
+@dead.command("ls")
+@click.argument("service")
+@click.option(
+    "--limit", type=click.IntRange(1, MOST_SEARCHED), default=50, metavar="N", help="At most so many.  [default: 50]"
+)
+@broker_option
+@json_option
+def ls(service: str, limit: int, broker: str | None, as_json: bool) -> None:
+    """List the dead letters of SERVICE, the oldest first.
+
+    \b
+    Example:
+      coatcheck dead ls research --json
+    """
+
+    async def run() -> tuple[int, list[Letter]]:
+        async with _connected(broker) as connection:
+            return await count_letters(connection, service), await look(connection, service, limit=limit)
+
+    total, found = asyncio.run(run())
+    if as_json:
+        emit_json({"service": service, "total": total, "letters": [_document(letter) for letter in found]})
+        return
+    if found:
+        titles = ("#", "ID", "REASON", "DETAIL", "QUEUE", "AGE", "BYTES")
+        say_table(titles, [_row(number, letter) for number, letter in enumerate(found, start=1)])
+    more = f"; the first {len(found)} are shown, see --limit" if total > len(found) else ""
+    say(f"{total} dead letter{'' if total == 1 else 's'}{more}", err=True, style="dim")
+
+
+@dead.command("show", short_help="Show one dead letter.")
+@click.argument("service")
+@click.argument("letter")
+@click.option("--full", is_flag=True, help="Cut nothing off, however long.")
+@broker_option
+@json_option
+def show(*, service: str, letter: str, full: bool, broker: str | None, as_json: bool) -> None:
+    """Show one dead letter of SERVICE: why it is dead, its properties, its body.
+
+    LETTER is its id, the beginning of it, or its number in `coatcheck dead ls`.
+
+    \b
+    Example:
+      coatcheck dead show research 1
+    """
+
+    async def run() -> list[Letter]:
+        async with _connected(broker) as connection:
+            await count_letters(connection, service)
+            return await look(connection, service, limit=MOST_SEARCHED)
+
+    found = _pick(asyncio.run(run()), letter)
+    if as_json:
+        emit_json(_document(found) | {"headers": found.message.headers, "body": read_message(found.message).as_json()})
+    else:
+        _print_letter(found, limit=None if full else LONGEST_BODY)
+
+
+def _pick(found: Sequence[Letter], written: str) -> Letter:
+    """The letter meant: by whole id, by number, or by a beginning that fits no other."""
+    for letter in found:
+        if letter.letter_id == written:
+            return letter
+    if written.isdecimal() and 1 <= int(written) <= len(found):
+        return found[int(written) - 1]
+    fitting = {letter.letter_id: letter for letter in found if letter.letter_id.startswith(written)}
+    if len(fitting) > 1:
+        listed = "\n".join(f"  {letter_id}" for letter_id in list(fitting)[:MOST_LISTED])
+        raise click.UsageError(f"{written!r} fits more than one dead letter:\n{listed}")
+    if not fitting:
+        raise click.ClickException(f"there is no dead letter {written!r}; `coatcheck dead ls` lists them")
+    return next(iter(fitting.values()))
+
+
+def _print_letter(letter: Letter, *, limit: int | None) -> None:
+    message = letter.message
+    say_facts(
+        [
+            ("id", letter.letter_id),
+            ("reason", letter.reason or "(unknown)"),
+            ("detail", letter.detail),
+            ("queue", letter.queue or "(unknown: it cannot be redriven)"),
+            ("dead since", moment(letter.dead_at)),
+            ("type", message.type),
+            ("correlation id", message.correlation_id),
+            ("reply to", message.reply_to),
+            ("content type", message.content_type),
+            ("encoding", message.content_encoding),
+            *((name, str(value)) for name, value in sorted(message.headers.items())),
+        ]
+    )
+    say(f"\nBody ({len(message.body)} bytes)", style="bold")
+    payload = read_message(message)
+    if payload.error is not None:  # it may well be what the letter died of
+        say(f"  {payload.error}")
+        shown = message.body if limit is None else message.body[:limit]
+        say(f"  {shown.decode('utf-8', 'backslashreplace')}{' …' if len(shown) < len(message.body) else ''}")
+        return
+    for line in payload.as_text(limit).splitlines():
+        say(f"  {line}")
+
+
+def _row(number: int, letter: Letter) -> list[str]:
+    age = "" if letter.dead_at is None else duration(datetime.now(UTC) - letter.dead_at)
+    return [
+        str(number),
+        letter.letter_id,
+        letter.reason,
+        letter.detail,
+        letter.queue,
+        age,
+        str(len(letter.message.body)),
+    ]
+
+
+def _document(letter: Letter) -> dict[str, Any]:
+    message = letter.message
+    return {
+        "id": letter.letter_id,
+        "reason": letter.reason or None,
+        "detail": letter.detail or None,
+        "queue": letter.queue or None,
+        "dead_at": letter.dead_at,
+        "bytes": len(message.body),
+        "type": message.type,
+        "correlation_id": message.correlation_id,
+        "reply_to": message.reply_to,
+        "content_type": message.content_type,
+    }
+
+
+# --- acting ---
+
+
+def _choosing(command: Command) -> Command:
+    """Add what redrive and drop have in common: which letters, and whether to ask first."""
+    options: list[Callable[[Command], Command]] = [
+        click.argument("service"),
+        click.argument("ids", nargs=-1, metavar="[ID]…"),
+        click.option("--all", "takes_all", is_flag=True, help="All of them, instead of naming IDs."),
+        click.option("--reason", metavar="CODE", help="With --all: only those that are dead for this reason."),
+        click.option("--yes", is_flag=True, help="Do not ask first."),
+        broker_option,
+        json_option,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@dead.command("redrive")
+@_choosing
+def redrive(**options: Any) -> None:
+    """Send dead letters back to the queues they came from.
+
+    Do it when what killed them is fixed. Each is confirmed by the broker before it leaves the dead-letter queue; killed
+    half way, nothing is lost, and redriving again does no harm.
+
+    \b
+    Example:
+      coatcheck dead redrive research --all --reason oversized --yes
+    """
+    _act(dead_letters.redrive, "Redrive", "redriven", **options)
+
+
+@dead.command("drop")
+@_choosing
+def drop(**options: Any) -> None:
+    """Delete dead letters for good.
+
+    \b
+    Example:
+      coatcheck dead drop research 5c1f0c52e7b04d1f9d6a-17
+    """
+    _act(dead_letters.drop, "Drop", "dropped", **options)
+
+
+def _act(
+    action: Action,
+    verb: str,
+    done: str,
+    *,
+    service: str,
+    ids: tuple[str, ...],
+    takes_all: bool,
+    reason: str | None,
+    yes: bool,
+    broker: str | None,
+    as_json: bool,
+) -> None:
+    if takes_all == bool(ids):
+        raise click.UsageError("name the ids of dead letters, or say --all")
+    if reason is not None and not takes_all:
+        raise click.UsageError("--reason goes with --all")
+
+    async def count() -> int:
+        async with _connected(broker) as connection:
+            return await count_letters(connection, service)
+
+    async def run() -> list[Outcome]:
+        async with _connected(broker) as connection:
+            return await settle(connection, service, lambda letter: _is_meant(letter, ids, reason), action)
+
+    if not yes:
+        which = f"{len(ids)} of" if ids else (f"all with reason {reason} among" if reason else "all of")
+        _confirm(f"{verb} {which} the {asyncio.run(count())} dead letters of {service}?")
+    outcomes = asyncio.run(run())
+    _report(outcomes, ids, done=done, as_json=as_json)
+
+
+def _is_meant(letter: Letter, ids: tuple[str, ...], reason: str | None) -> bool:
+    if ids:
+        return letter.letter_id in ids
+    return reason is None or letter.reason == reason
+
+
+def _confirm(question: str) -> None:
+    """Ask; anything but yes leaves with 1."""
+    try:
+        is_sure = click.confirm(question, err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise click.UsageError("nobody is there to confirm; add --yes") from None
+    if not is_sure:
+        raise click.ClickException("nothing was done")
+
+
+def _report(outcomes: Sequence[Outcome], ids: tuple[str, ...], *, done: str, as_json: bool) -> None:
+    """Say what happened; letters that stayed or were not found make the exit code 1."""
+    gone = [outcome for outcome in outcomes if outcome.trouble is None]
+    stayed = [outcome for outcome in outcomes if outcome.trouble is not None]
+    missing = sorted(set(ids) - {outcome.letter_id for outcome in outcomes})
+    if as_json:
+        kept = [{"id": outcome.letter_id, "trouble": outcome.trouble} for outcome in stayed]
+        emit_json({done: [outcome.letter_id for outcome in gone], "kept": kept, "not_found": missing})
+    else:
+        say(f"{len(gone)} {done}.")
+        for outcome in stayed:
+            say(f"Error: {outcome.letter_id} stays: {outcome.trouble}", err=True)
+        for letter_id in missing:
+            say(f"Error: there is no dead letter {letter_id}", err=True)
+    if stayed or missing:
+        click.get_current_context().exit(1)
+
+
+@asynccontextmanager
+async def _connected(url: str | None) -> AsyncIterator[Broker]:
+    settings = load_settings(broker=url)
+    async with connect(settings.broker, connect_budget=CONNECT_BUDGET, max_body=LARGEST_BODY) as connection:
+        yield connection

@@ -1,0 +1,63 @@
+"""Options that many commands share, and the way from them to settings."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import click
+
+from coatcheck.errors import InvalidSettings
+from coatcheck.worker.client import Client
+from coatcheck.worker.settings import Settings, SettingsWarning, redacted
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+CONNECT_BUDGET = timedelta(seconds=5)
+"""A person waits: tools give up on a silent broker sooner than a worker does."""
+
+broker_option = click.option(
+    "--broker",
+    metavar="URL",
+    help="Where messages travel: amqp://user:password@host:port/vhost.  [env: COATCHECK_BROKER]",
+)
+store_option = click.option(
+    "--store",
+    metavar="URL",
+    help="Where waiting tasks are kept: postgresql://user@host:port/database.  [env: COATCHECK_STORE]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def connections(command: Command) -> Command:
+    """Add --broker and --store."""
+    return broker_option(store_option(command))
+
+
+def load_settings(
+    loader: Callable[..., Settings] = Settings.load, *, warn: Callable[[str], None] | None = None, **overrides: Any
+) -> Settings:
+    """Settings from options, then environment. What is wrong with them is wrong usage: click.UsageError.
+
+    Variables that have no effect are told to `warn`, by default a line on stderr.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SettingsWarning)
+        try:
+            settings = loader(**overrides)
+        except InvalidSettings as error:
+            raise click.UsageError(redacted(str(error))) from error
+    for each in caught:
+        (warn or _warn)(str(each.message))
+    return settings
+
+
+def make_client(**overrides: Any) -> Client:
+    """A client of these settings that does not wait long for its broker."""
+    return Client(load_settings(**overrides), connect_budget=CONNECT_BUDGET)
+
+
+def _warn(text: str) -> None:
+    click.echo(f"Warning: {text}", err=True)

@@ -1,0 +1,242 @@
+"""`coatcheck show`: everything that is known of one task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from coatcheck.cli.finding import find_task_id
+from coatcheck.cli.options import json_option, make_client, store_option
+from coatcheck.cli.output import clean, duration, emit_json, from_now, moment, say, say_facts, say_table
+from coatcheck.cli.payloads import Payload, read_blob, read_problem
+from coatcheck.cli.ps import describe_progress, describe_wait
+from coatcheck.store.queries import Line
+from coatcheck.store.rows import CallState, Kind, Task, TaskState
+from coatcheck.worker.problems import CODES, Code
+
+LONGEST_PAYLOAD = 2_000
+LONGEST_CELL = 60
+
+
+@click.command(short_help="Show everything about one task.")
+@click.argument("task_id")
+@click.option("--full", is_flag=True, help="Cut nothing off, however long.")
+@store_option
+@json_option
+def show(task_id: str, full: bool, store: str | None, as_json: bool) -> None:
+    """Show one task: its request, its story so far, what it waits for, how it ended, what to do about it.
+
+    TASK_ID may be the beginning of an id, six digits or more.
+
+    \b
+    Example:
+      coatcheck show 5f0c6a55
+    """
+
+    async def look() -> tuple[Task, Sequence[Line]]:
+        async with make_client(store=store) as client:
+            found = await client.get(await find_task_id(client.store, task_id))
+            return found, await client.lines(found.task_id)
+
+    task, lines = asyncio.run(look())
+    if as_json:
+        emit_json(as_document(task, lines))
+    else:
+        _print(task, lines, limit=None if full else LONGEST_PAYLOAD)
+
+
+# --- for people ---
+
+
+def _print(task: Task, lines: Sequence[Line], *, limit: int | None) -> None:
+    now = datetime.now(UTC)
+    say_facts(
+        [
+            ("task", str(task.task_id)),
+            ("service", task.service),
+            ("handler", f"{task.handler or '(default)'}  (version {task.version})"),
+            ("state", task.state.value),
+            ("created", f"{moment(task.created_at)}  ({from_now(task.created_at, now)})"),
+            ("changed", f"{moment(task.updated_at)}  ({from_now(task.updated_at, now)})"),
+            ("finished", _finished(task)),
+            ("attempt", str(task.attempt)),
+            ("picked up", f"{task.epoch} times, {task.checkpoint} checkpoints"),
+            ("progress", describe_progress(task.progress)),
+            ("identity", task.identity),
+            ("replies to", ", ".join(f"{to.reply_to} ({to.correlation_id or '-'})" for to in task.addresses)),
+            ("trace", task.traceparent),
+        ]
+    )
+    _print_block("Request", read_blob(task.request).as_text(limit))
+    if lines:
+        say("\nStory", style="bold")
+        say_table(("#", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE"), [_cells(line, now, limit) for line in lines])
+    _print_end(task, limit)
+    advice = advise(task, lines, now)
+    if advice is not None:
+        _print_block("What next", advice.why if advice.fix is None else f"{advice.why}\n{advice.fix}")
+
+
+def _print_end(task: Task, limit: int | None) -> None:
+    problem = problem_of_task(task)
+    if task.state is TaskState.DONE and task.value is not None:
+        _print_block("Result", read_blob(task.value).as_text(limit))
+    elif problem is not None:
+        lines = [f"{problem.get('title', 'Failed')}: {problem.get('detail', '')}", f"code: {problem.get('code', '-')}"]
+        lines += [f"exception: {problem['exception']}"] if "exception" in problem else []
+        _print_block("Failure" if task.state.is_final else "Last failure", "\n".join(lines))
+    if task.traceback and problem is not None:
+        _print_block("Traceback", task.traceback.rstrip())
+
+
+def _print_block(title: str, text: str) -> None:
+    say(f"\n{title}", style="bold")
+    for line in text.splitlines():
+        say(f"  {line}")
+
+
+def _finished(task: Task) -> str | None:
+    if task.finished_at is None:
+        return None
+    took = duration(task.finished_at - task.created_at)
+    sent = "" if task.is_final_sent or not task.addresses else "; its final reply is not known to be sent"
+    return f"{moment(task.finished_at)}  (after {took}{sent})"
+
+
+def _cells(line: Line, now: datetime, limit: int | None) -> list[str]:
+    is_open = line.state is CallState.OPEN
+    notes = [describe_progress(line.progress)] if is_open and line.progress else []
+    notes += ["not known to be sent"] if is_open and not line.is_sent and line.kind is not Kind.TIMER else []
+    notes += ["forgotten: a retry does it again"] if line.is_forgotten else []
+    value = "" if line.value is None else _one_line(read_blob(line.value), LONGEST_CELL if limit else None)
+    # A step's row is written when it ends, so there is no telling how long it took.
+    took = duration((line.closed_at or now) - line.opened_at) if line.call_id is not None else ""
+    return [
+        "" if line.seq is None else str(line.seq),
+        line.kind.value,
+        line.name if line.key == line.name or not line.key else f"{line.name} [{line.key}]",
+        line.state.value,
+        took,
+        from_now(line.due_at, now) if is_open else "",
+        "; ".join([*notes, *([value] if value else [])]),
+    ]
+
+
+def _one_line(payload: Payload, limit: int | None) -> str:
+    text = " ".join(clean(payload.as_text(limit)).split())
+    return text if limit is None or len(text) <= limit else f"{text[:limit]}…"
+
+
+# --- what to do ---
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Why a task stands where it stands, and what a person can do, if anything."""
+
+    why: str
+    fix: str | None = None
+
+
+def advise(task: Task, lines: Sequence[Line], now: datetime) -> Advice | None:
+    """Say what will move this task, or what would help it."""
+    due = from_now(task.due_at, now)
+    cancel = f"coatcheck cancel {task.task_id}"
+    match task.state:
+        case TaskState.PARKED:
+            waits = [line for line in lines if line.state is CallState.OPEN and line.kind is not Kind.SEND]
+            if not waits:
+                return Advice("It waits, and no call of it is open.", "Run `coatcheck sweeper`: it repairs such tasks.")
+            peers = sorted({"(timer)" if line.kind is Kind.TIMER else line.peer for line in waits})
+            first = min((line.due_at for line in waits if line.due_at), default=None)
+            overdue = None if first is None or first >= now else "It is overdue: see `coatcheck doctor`."
+            waiting = describe_wait(len(waits), peers)
+            return Advice(f"Waits for {waiting}; the next is due {from_now(first, now)}.", overdue)
+        case TaskState.RUNNING:
+            return Advice(f"Runs on a replica; its lease ends {due}, unless renewed. Then any replica takes it over.")
+        case TaskState.RETRYING:
+            return Advice(f"Attempt {task.attempt} failed; the next begins {due}.", f"To stop it: {cancel}")
+        case TaskState.HELD:
+            problem = problem_of_task(task) or {}
+            fix = fix_for(problem) or "Deploy code that can run it."
+            why = f"Held: {problem.get('detail') or problem.get('title') or 'this code cannot run it'}."
+            return Advice(f"{why} It is tried again {due}.", f"{fix} To give it up: {cancel}")
+        case TaskState.FAILED:
+            known = fix_for(problem_of_task(task) or {})
+            return None if known is None else Advice(known)
+        case TaskState.DONE | TaskState.CANCELLED:
+            return None
+
+
+def fix_for(problem: Mapping[str, Any]) -> str | None:
+    """What the catalogue of codes says about a problem; None for a code that is not ours."""
+    code = problem.get("code")
+    return CODES[Code(code)].fix if code in set(Code) else None
+
+
+def problem_of_task(task: Task) -> Mapping[str, Any] | None:
+    """The failure a task ended with, is held for, or is about to retry. A task that went on has none."""
+    if task.state in {TaskState.HELD, TaskState.RETRYING, TaskState.FAILED, TaskState.CANCELLED}:
+        return read_problem(task.value)
+    return None
+
+
+# --- for programs ---
+
+
+def as_document(task: Task, lines: Sequence[Line]) -> dict[str, Any]:
+    """Everything, uncut."""
+    advice = advise(task, lines, datetime.now(UTC))
+    is_done = task.state is TaskState.DONE and task.value is not None
+    return {
+        "task_id": task.task_id,
+        "service": task.service,
+        "handler": task.handler,
+        "version": task.version,
+        "state": task.state,
+        "attempt": task.attempt,
+        "epoch": task.epoch,
+        "checkpoint": task.checkpoint,
+        "pickups": task.pickups,
+        "identity": task.identity,
+        "correlation_id": task.correlation_id,
+        "addresses": [{"reply_to": to.reply_to, "correlation_id": to.correlation_id} for to in task.addresses],
+        "traceparent": task.traceparent,
+        "progress": task.progress,
+        "due_at": task.due_at,
+        "created_at": task.created_at,
+        "updated_at": task.updated_at,
+        "finished_at": task.finished_at,
+        "is_final_sent": task.is_final_sent,
+        "request": read_blob(task.request).as_json(),
+        "result": read_blob(task.value).as_json() if is_done and task.value is not None else None,
+        "problem": problem_of_task(task),
+        "traceback": task.traceback,
+        "story": [_line_document(line) for line in lines],
+        "advice": None if advice is None else {"why": advice.why, "fix": advice.fix},
+    }
+
+
+def _line_document(line: Line) -> dict[str, Any]:
+    return {
+        "seq": line.seq,
+        "kind": line.kind,
+        "name": line.name,
+        "key": line.key,
+        "state": line.state,
+        "peer": line.peer or None,
+        "call_id": line.call_id,
+        "opened_at": line.opened_at,
+        "closed_at": line.closed_at,
+        "due_at": line.due_at,
+        "is_sent": line.is_sent,
+        "is_forgotten": line.is_forgotten,
+        "checkpoint": line.checkpoint,
+        "progress": line.progress,
+        "value": None if line.value is None else read_blob(line.value).as_json(),
+    }

@@ -1,0 +1,37 @@
+"""What handler authors and clients import."""
+
+from coatcheck.errors import (
+    CallFailed,
+    CallTimedOut,
+    CoatcheckError,
+    StepFailed,
+    TaskCancelled,
+    TaskFailed,
+)
+from coatcheck.worker.app import App
+from coatcheck.worker.client import Client, NoSuchTask, Ticket
+from coatcheck.worker.context import Context
+from coatcheck.worker.retry import Backoff, Retry
+from coatcheck.worker.settings import Checkpointing, Settings
+from coatcheck.worker.sweeper import Sweeper
+from coatcheck.worker.worker import Worker
+
+__all__ = [
+    "App",
+    "Backoff",
+    "CallFailed",
+    "CallTimedOut",
+    "Checkpointing",
+    "Client",
+    "CoatcheckError",
+    "Context",
+    "NoSuchTask",
+    "Retry",
+    "Settings",
+    "StepFailed",
+    "Sweeper",
+    "TaskCancelled",
+    "TaskFailed",
+    "Ticket",
+    "Worker",
+]

@@ -1,0 +1,116 @@
+"""What a user declares: a service and its handlers. Nothing here touches a server."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from coatcheck.broker.topology import Names
+from coatcheck.errors import UsageError
+from coatcheck.worker.binding import Binding
+from coatcheck.worker.retry import Retry
+from coatcheck.worker.settings import Settings
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+ONCE = Retry(attempts=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A registered task function and its policies."""
+
+    name: str
+    binding: Binding
+    retry: Retry
+    is_deduplicated: bool
+
+
+class App:
+    """A service: a name, and the handlers its replicas run.
+
+    `settings` are keyword overrides of anything in `Settings`; what is not given comes from the environment.
+    """
+
+    def __init__(self, service: str, *, version: str = "1", **settings: Any) -> None:
+        self.names = Names(service)
+        self.service = service
+        self.version = version
+        self._overrides = settings
+        self._handlers: dict[str, Handler] = {}
+        self._default: str | None = None
+
+    def __repr__(self) -> str:
+        return f"App({self.service!r}, handlers={sorted(self._handlers)})"
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        return self._handlers
+
+    def load_settings(self, **overrides: Any) -> Settings:
+        """The settings a process of this app runs with: `overrides`, then the app's own, then the environment."""
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return Settings.load(**(self._overrides | given))
+
+    @overload
+    def task(self, function: Function, /) -> Function: ...
+
+    @overload
+    def task(
+        self, /, *, name: str | None = None, retry: Retry | None = None, dedup: bool = False, default: bool = False
+    ) -> Callable[[Function], Function]: ...
+
+    def task(
+        self,
+        function: Function | None = None,
+        /,
+        *,
+        name: str | None = None,
+        retry: Retry | None = None,
+        dedup: bool = False,
+        default: bool = False,
+    ) -> Function | Callable[[Function], Function]:
+        """Register a handler: `async def handler(ctx, …)`.
+
+        `retry` repeats it after an exception (by default it runs once). `dedup` makes a duplicate of a request that
+        never waited get the first answer too, at the price of one write. `default` takes requests that name no
+        handler; a service with one handler needs no default. Raises UsageError for a function that cannot be one.
+        """
+
+        def register(function: Function) -> Function:
+            binding = Binding.of(function, name=name)
+            if binding.name in self._handlers:
+                other = self._handlers[binding.name].binding.location
+                raise UsageError(
+                    f"{binding.location}: {self.service} has a handler {binding.name!r} already, at {other}"
+                )
+            self._handlers[binding.name] = Handler(binding.name, binding, retry or ONCE, dedup)
+            if default:
+                if self._default is not None:
+                    raise UsageError(f"{binding.location}: {self._default!r} is the default handler already")
+                self._default = binding.name
+            return function
+
+        return register if function is None else register(function)
+
+    def find_handler(self, name: str | None) -> Handler | None:
+        """The handler a request means; None if this code has no such handler."""
+        if name is not None:
+            return self._handlers.get(name)
+        if self._default is not None:
+            return self._handlers[self._default]
+        if len(self._handlers) == 1:
+            return next(iter(self._handlers.values()))
+        return self._handlers.get(self.service)
+
+    def explain_unknown(self, name: str | None) -> str:
+        """Say why a request found no handler, and what would help."""
+        known = ", ".join(sorted(self._handlers)) or "none at all"
+        if name is None:
+            fix = "set the message's type, or mark one default=True"
+            return f"{self.service} has no default handler (it has: {known}); {fix}"
+        near = difflib.get_close_matches(name, self._handlers, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else "deploy code that has it, or cancel the task"
+        return f"{self.service} has no handler {name!r} (it has: {known}); {fix}"

@@ -1,0 +1,276 @@
+"""Asking for work from outside: submit, wait, look, cancel.
+
+A client needs the broker to submit, call and cancel; the store only to look at tasks and to fetch results later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Self
+from uuid import UUID
+
+import structlog
+
+from coatcheck.broker import connect
+from coatcheck.broker.bodies import Body
+from coatcheck.broker.port import Broker, Delivery, Outgoing, Routing
+from coatcheck.broker.topology import Names
+from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_request, parse_reply
+from coatcheck.errors import MalformedMessage, TaskCancelled, TaskFailed, UsageError
+from coatcheck.store.blobs import decode
+from coatcheck.store.queries import Line
+from coatcheck.store.rows import Task, TaskId, TaskState
+from coatcheck.store.store import Store
+from coatcheck.worker import tracing
+from coatcheck.worker.messages import task_id_of, to_body
+from coatcheck.worker.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+LONGEST_POLL_S = 1.0
+OnProgress = Callable[[Progress], None]
+
+
+class NoSuchTask(UsageError):
+    """No row knows this task: it never waited and kept nothing, retention removed it, or the id is wrong."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """What a client keeps of a task it submitted. `await ticket.result()` hands the coat back."""
+
+    task_id: TaskId
+    service: str
+    correlation_id: str
+    _client: Client = field(repr=False)
+    _reply: asyncio.Future[Reply] = field(repr=False)
+
+    async def result(self, timeout: float | timedelta | None = None) -> Any:
+        """Wait for the final reply. Raises TaskFailed, TaskCancelled, or TimeoutError, after which the task goes on."""
+        async with asyncio.timeout(_seconds(timeout)):
+            reply = await asyncio.shield(self._reply)
+        return _value_of(reply, self.task_id)
+
+    async def progress(self) -> AsyncIterator[Progress]:
+        """Follow the task's progress until its final reply is there."""
+        queue = self._client._follow(self.correlation_id)  # noqa: SLF001 - one object in two parts
+        while not self._reply.done():
+            waiting = asyncio.ensure_future(queue.get())
+            self._reply.add_done_callback(lambda _, waiting=waiting: waiting.cancel())  # type: ignore[misc]
+            try:
+                yield await waiting
+            except asyncio.CancelledError:
+                if not self._reply.done():
+                    raise
+
+    async def cancel(self, reason: str | None = None) -> None:
+        """Ask for the task to be cancelled; its result then raises TaskCancelled, unless it was faster."""
+        await self._client.cancel(self.service, self.task_id, reason=reason)
+
+
+class Client:
+    """A connection for asking. `async with Client() as client: …`
+
+    `connect_budget` is how long the broker may take to be reached, all attempts together.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        connect_budget: timedelta = timedelta(seconds=30),
+        **overrides: Any,
+    ) -> None:
+        self.settings = settings or Settings.load(**overrides)
+        self._connect_budget = connect_budget
+        self._stack = AsyncExitStack()
+        self._broker: Broker | None = None
+        self._store: Store | None = None
+        self._reply_to: str | None = None
+        self._waiting: dict[str, asyncio.Future[Reply]] = {}
+        self._following: dict[str, asyncio.Queue[Progress]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. Tasks that were submitted go on."""
+        for future in self._waiting.values():
+            future.cancel()
+        await self._stack.aclose()
+        self._broker = self._store = self._reply_to = None
+
+    # --- asking ---
+
+    async def submit(
+        self,
+        service: str,
+        body: Any = None,
+        *,
+        task: str | None = None,
+        identity: str | None = None,
+        keep: bool = True,
+    ) -> Ticket:
+        """Hand a request in. The same `identity` twice is one task. `keep` stores the result even of a task that never
+        waits, so that it can be fetched later by its id. Raises UsageError if no such service was ever started.
+        """
+        broker, reply_to = await self._ready()
+        identity = identity or str(uuid.uuid4())
+        # Its own correlation id under a given identity: two submitters of one task must not get each other's replies.
+        correlation_id = str(uuid.uuid4())
+        message = make_request(
+            Body.of(body),
+            correlation_id,
+            reply_to=reply_to,
+            handler=task,
+            identity=identity,
+            traceparent=tracing.child(None),
+            keep=keep,
+        )
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[correlation_id] = reply
+        (routing,) = await broker.publish([Outgoing(Names(service).requests, message)])
+        if routing is Routing.NO_ROUTE:
+            del self._waiting[correlation_id]
+            raise UsageError(
+                f"there is no service {service!r} on this broker; start it with `coatcheck worker module:app`"
+            )
+        return Ticket(task_id_of(service, identity), service, correlation_id, self, reply)
+
+    async def call(
+        self,
+        service: str,
+        body: Any = None,
+        *,
+        task: str | None = None,
+        identity: str | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> Any:
+        """Submit and wait for the result. Raises TaskFailed, TaskCancelled or TimeoutError."""
+        ticket = await self.submit(service, body, task=task, identity=identity, keep=False)
+        return await ticket.result(timeout)
+
+    async def cancel(self, service: str, task_id: UUID, *, reason: str | None = None) -> None:
+        """Ask for a task to be cancelled: waiting, running on any replica, or not begun yet."""
+        broker, _ = await self._ready()
+        order = Outgoing(Names(service).control, make_cancel(task=str(task_id), reason=reason))
+        (routing,) = await broker.publish([order])
+        if routing is Routing.NO_ROUTE:
+            raise UsageError(f"there is no service {service!r} on this broker")
+
+    # --- looking ---
+
+    async def result(self, task_id: UUID, *, timeout: float | timedelta | None = None) -> Any:
+        """Fetch a stored result, waiting if need be. Raises TaskFailed, TaskCancelled, TimeoutError, NoSuchTask."""
+        pause_s = 0.02
+        async with asyncio.timeout(_seconds(timeout)):
+            while True:
+                task = await self.find(task_id)
+                if task is not None and task.state.is_final:
+                    return _stored_value(task)
+                if task is None and timeout is None:
+                    raise NoSuchTask(_no_such_task(task_id))
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LONGEST_POLL_S)
+
+    async def get(self, task_id: UUID) -> Task:
+        """A task's row. Raises NoSuchTask."""
+        task = await self.find(task_id)
+        if task is None:
+            raise NoSuchTask(_no_such_task(task_id))
+        return task
+
+    async def find(self, task_id: UUID) -> Task | None:
+        """A task's row, or None."""
+        return await self.store.find_task(TaskId(task_id))
+
+    async def lines(self, task_id: UUID) -> Sequence[Line]:
+        """A task's story: its steps and calls, in the order they ended; open calls last."""
+        return await self.store.task_lines(task_id)
+
+    async def list(
+        self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50
+    ) -> list[Task]:
+        """The newest tasks first."""
+        return await self.store.list_tasks(service=service, states=states, limit=limit)
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            self._store = Store(self.settings.store, pool_size=2)
+            self._stack.push_async_callback(self._store.close)
+        return self._store
+
+    async def broker(self) -> Broker:
+        """The broker, connected at first use."""
+        if self._broker is None:
+            broker = connect(self.settings.broker, connect_budget=self._connect_budget)
+            self._broker = await self._stack.enter_async_context(broker)
+        return self._broker
+
+    async def _ready(self) -> tuple[Broker, str]:
+        broker = await self.broker()
+        if self._reply_to is None:
+            self._reply_to = await broker.declare_private()
+            await broker.consume(self._reply_to, self._on_delivery, prefetch=1000)
+        return broker, self._reply_to
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        try:
+            reply = parse_reply(delivery.message)
+            self._take(reply)
+        except MalformedMessage as error:
+            log.warning("reply_refused", code=error.code, detail=error.detail)
+        delivery.ack()
+
+    def _take(self, reply: Reply) -> None:
+        correlation_id = reply.correlation_id or ""
+        if reply.kind is ReplyKind.PROGRESS:
+            if reply.progress is not None and correlation_id in self._waiting:
+                self._follow(correlation_id).put_nowait(reply.progress)
+            return
+        future = self._waiting.pop(correlation_id, None)
+        self._following.pop(correlation_id, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def _follow(self, correlation_id: str) -> asyncio.Queue[Progress]:
+        return self._following.setdefault(correlation_id, asyncio.Queue())
+
+
+def _value_of(reply: Reply, task_id: UUID) -> Any:
+    if reply.kind is ReplyKind.RESULT:
+        return reply.body.decode()
+    raise _failure(dict(reply.problem or {}), task_id)
+
+
+def _stored_value(task: Task) -> Any:
+    assert task.value is not None
+    if task.state is TaskState.DONE:
+        return to_body(task.value).decode()
+    raise _failure(decode(task.value), task.task_id)
+
+
+def _failure(problem: dict[str, Any], task_id: UUID) -> TaskFailed:
+    text = f"task {task_id}: {problem.get('detail') or problem.get('title') or 'failed'}"
+    kind = TaskCancelled if problem.get("code") == "cancelled" else TaskFailed
+    return kind(text, problem=problem)
+
+
+def _no_such_task(task_id: UUID) -> str:
+    return (
+        f"no row knows task {task_id}: it never waited and its result was not asked to be kept, retention removed it, "
+        "or the id is wrong"
+    )
+
+
+def _seconds(timeout: float | timedelta | None) -> float | None:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

@@ -1,0 +1,86 @@
+"""Arrival of orders: cancel a task that waits, runs anywhere, or has not come yet. First commit wins.
+
+The order of things: commit (cancelled, epoch + 1, calls closed) ──► cancels to peers, final reply, broadcast ──► ack.
+A crash in between brings the order back: the row is cancelled already, and what it does not know to be sent is sent
+again.
+"""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from coatcheck.broker.port import Delivery, Outgoing
+from coatcheck.broker.wire import Control, parse_control
+from coatcheck.errors import BrokerUnavailable, MalformedMessage
+from coatcheck.store.blobs import encode
+from coatcheck.store.rows import CancelAsk, Ruling, TaskId, TaskState, Verdict
+from coatcheck.worker.broadcast import cancelled_message
+from coatcheck.worker.deadletters import bury
+from coatcheck.worker.messages import final_messages, task_id_of
+from coatcheck.worker.problems import problem
+from coatcheck.worker.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+
+class Orders:
+    """The consumer of a service's control queue."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def handle(self, delivery: Delivery) -> None:
+        try:
+            order = parse_control(delivery.message, self._runtime.limits)
+            task_id = self._target(order)
+        except MalformedMessage as error:
+            await bury(self._runtime, delivery, error)
+            return
+        with bound_contextvars(task_id=str(task_id)):
+            try:
+                await self._cancel(order, task_id)
+            except BrokerUnavailable as error:
+                log.warning("order_interrupted", error=str(error))
+                delivery.requeue()
+                return
+            delivery.ack()
+
+    def _target(self, order: Control) -> TaskId:
+        """The task an order means: by id, by its request's identity, or by the correlation id its requester knows."""
+        if order.task is None:
+            return task_id_of(self._runtime.app.service, order.identity or order.correlation_id)
+        try:
+            return TaskId(UUID(order.task))
+        except ValueError:
+            raise MalformedMessage("bad_header", f"cc-task {order.task[:64]!r} is not a task id") from None
+
+    async def _cancel(self, order: Control, task_id: TaskId) -> None:
+        runtime = self._runtime
+        if runtime.uses_store:
+            document = problem("cancelled", detail=order.reason or "cancelled on request", task_id=str(task_id))
+            by_correlation = order.correlation_id if order.task is None else None
+            ask = CancelAsk(
+                runtime.app.service, task_id, encode(document), runtime.settings.dedup_window, by_correlation
+            )
+            ruling = await runtime.gate.insist(lambda _: runtime.store.cancel(ask))
+            await self._tell(ruling, order)
+            if ruling.task is not None:
+                task_id = ruling.task.task_id
+        name, message = cancelled_message(runtime.app.names, task_id, order.correlation_id, order.reason)
+        await runtime.outbox.publish([Outgoing(name, message, is_broadcast=True)])
+
+    async def _tell(self, ruling: Ruling, order: Control) -> None:
+        """Cancels to the peers, then one final reply, then the mark that it was sent."""
+        log.info("cancel_ruled", verdict=ruling.verdict.value, reason=order.reason)
+        if ruling.verdict is Verdict.RECORDED:
+            self._runtime.metrics.finished.labels("cancelled").inc()
+        await self._runtime.outbox.cancel_calls(ruling.cancels, order.reason or "its task was cancelled")
+        task = ruling.task
+        if task is None or task.state is not TaskState.CANCELLED or not ruling.unsent.is_final_unsent:
+            return  # it ended by itself before the order came, and whoever ended it answers
+        if task.addresses:
+            await self._runtime.outbox.publish(final_messages(task))
+        await self._runtime.gate.insist(lambda _: self._runtime.store.mark_final_sent([task.task_id]))

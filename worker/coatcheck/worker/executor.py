@@ -1,0 +1,376 @@
+"""From a granted task to its put-down: run the handler on its journal, then settle what came of it.
+
+    execute ──► slot ──► bind arguments ──► run ──► outcome ──► settle: commit ──► publish ──► ack
+
+A crash anywhere before the commit leaves the trigger unacked: it comes back and the run is taken over. A crash after
+it: the trigger comes back, finds the row as it stands, sends what is unsent and is acked. So every line here may run
+twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from datetime import timedelta
+from typing import Any, assert_never
+
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from coatcheck.broker.port import Routing
+from coatcheck.errors import (
+    BrokerUnavailable,
+    CheckpointRefused,
+    CoatcheckError,
+    InvalidArguments,
+    PermanentError,
+    StoreUnavailable,
+    UnknownHandler,
+)
+from coatcheck.store.blobs import CorruptBlob, encode
+from coatcheck.store.rows import Again, Changes, Finish, Hold, TaskState
+from coatcheck.worker import tracing
+from coatcheck.worker.app import Handler
+from coatcheck.worker.binding import Bound
+from coatcheck.worker.context import Context
+from coatcheck.worker.host import (
+    Abandoned,
+    CallDefaults,
+    Cancelled,
+    Finished,
+    Held,
+    Outcome,
+    Parked,
+    Raised,
+    Superseded,
+)
+from coatcheck.worker.live import Live
+from coatcheck.worker.messages import answers, errors, to_body
+from coatcheck.worker.problems import Code, problem, problem_of, traceback_of
+from coatcheck.worker.ram_host import FallingHost, RamCalls, RamHost
+from coatcheck.worker.run import Run
+from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.settings import Checkpointing
+from coatcheck.worker.store_host import StoreHost
+
+log = structlog.get_logger(__name__)
+
+TaskHost = StoreHost | RamHost
+
+SHORTEST_HOLD = timedelta(seconds=30)
+LONGEST_HOLD = timedelta(hours=1)
+
+
+class Executor:
+    """Runs tasks that are this replica's to run."""
+
+    def __init__(self, runtime: Runtime, ram_calls: RamCalls) -> None:
+        self._runtime = runtime
+        self._ram_calls = ram_calls
+
+    async def execute(self, live: Live, *, is_resume: bool) -> bool:
+        """Run a task to its put-down or end, and settle it.
+
+        False: another replica had the request before us and nothing was settled; the caller asks the rows about it.
+        """
+        runtime = self._runtime
+        is_last = live.pickups >= runtime.settings.max_pickups
+        origin = live.trigger
+        runtime.lives.add(live)
+        try:
+            size = await runtime.slots.acquire(is_resume=is_resume, is_alone=is_last and live.has_row)
+            if runtime.lives.is_closed:
+                runtime.slots.release(size)
+                live.requeue()
+                return True
+            runtime.metrics.running.inc()
+            begun_s = time.perf_counter()
+            try:
+                with bound_contextvars(
+                    task_id=str(live.task_id),
+                    handler=live.handler_name or "",
+                    attempt=live.attempt,
+                    trace_id=tracing.trace_id_of(live.traceparent),
+                ):
+                    return await self._execute(live)
+            finally:
+                runtime.slots.release(size)
+                runtime.metrics.running.dec()
+                name = live.handler.name if live.handler else "unknown"
+                runtime.metrics.handler_seconds.labels(name).observe(time.perf_counter() - begun_s)
+        except BaseException as error:
+            # The caller deals with the delivery it gave us; nobody else would settle duplicates, or one that came back.
+            live.requeue(all_but=origin if isinstance(error, Exception) else None)
+            raise
+        finally:
+            runtime.lives.remove(live)
+
+    async def _execute(self, live: Live) -> bool:
+        host = self._host(live)
+        try:
+            await self._run_and_settle(live, host)
+        except Superseded:
+            if not live.has_row and not live.is_let_go:
+                return False
+            log.warning("run_superseded", epoch=live.epoch, is_fenced=live.is_fenced)
+            self._leave(live)
+        except BrokerUnavailable as error:
+            log.warning("settling_interrupted", error=str(error))
+            live.requeue()
+        except StoreUnavailable as error:
+            log.warning("settling_interrupted", error=str(error))
+            self._runtime.gate.close(error)
+            live.requeue()
+        finally:
+            await host.close()
+        return True
+
+    def _leave(self, live: Live) -> None:
+        """Give up what we hold of a run that is not ours to finish.
+
+        Fenced off: the new epoch has a trigger and a lease of its own, and a copy of the trigger that came back from us
+        would only take the run over once more. Anything else: let it come back, for nobody has the task yet.
+        """
+        if live.is_fenced and not live.is_unsent:
+            live.ack()
+        else:
+            live.requeue()
+
+    def _host(self, live: Live) -> TaskHost:
+        match self._runtime.settings.checkpointing:
+            case Checkpointing.REQUIRED:
+                return StoreHost(live, self._runtime)
+            case Checkpointing.PREFERRED:
+                return FallingHost(live, self._runtime, self._ram_calls)
+            case Checkpointing.OFF:
+                return RamHost(live, self._runtime, self._ram_calls)
+
+    async def _run_and_settle(self, live: Live, host: TaskHost) -> None:
+        if live.handler is None:
+            reason = self._runtime.app.explain_unknown(live.handler_name)
+            await self._hold(live, host, problem_of(UnknownHandler(reason), live.task_id), reason)
+            return
+        if live.pickups > self._runtime.settings.max_pickups:
+            await self._fail_killer(live, host)
+            return
+        try:
+            bound = live.handler.binding.bind(to_body(live.request))
+        except (InvalidArguments, CorruptBlob) as error:
+            await self._refuse(live, host, error)
+            return
+        live.run = self._make_run(live, live.handler, bound, host)
+        try:
+            outcome = await live.run.execute()
+        except PermanentError as error:  # what the run wants recorded will never be taken
+            log.error("commit_refused", code=error.code, detail=str(error))
+            live.progress = None  # it may be what was refused
+            document = problem(error.code, detail=str(error), task_id=str(live.task_id), attempt=live.attempt)
+            await self._finish(live, host, TaskState.FAILED, encode(document), traceback=traceback_of(error))
+            return
+        await self._settle(live, host, outcome)
+
+    def _make_run(self, live: Live, handler: Handler, bound: Bound, host: TaskHost) -> Run:
+        args, options = bound
+
+        def invoke(ctx: Context) -> Coroutine[Any, Any, Any]:
+            coroutine: Coroutine[Any, Any, Any] = handler.binding.function(ctx, *args, **options)  # type: ignore[assignment]
+            return coroutine
+
+        return Run(
+            task_id=live.task_id,
+            identity=live.identity,
+            attempt=live.attempt,
+            version=live.version,
+            invoke=invoke,
+            history=live.history,
+            host=host,
+            defaults=CallDefaults(timeout=self._runtime.settings.call_timeout),
+        )
+
+    # --- what came of it ---
+
+    async def _settle(self, live: Live, host: TaskHost, outcome: Outcome) -> None:
+        live.is_settled = True  # nobody joins from here on: who is to be answered must not change under our hands
+        match outcome:
+            case Parked():
+                self._runtime.metrics.parked.inc()
+                log.info("task_parked", checkpoint=live.checkpoint)
+                live.requeue() if live.is_unsent else live.ack()
+            case Finished(value, changes):
+                await self._finish_with(live, host, value, changes)
+            case Raised(error, forget, changes):
+                await self._fail_or_retry(live, host, error, forget, changes)
+            case Held(error):
+                await self._hold(live, host, problem_of(error, live.task_id, live.attempt), str(error))
+            case Abandoned():
+                raise Superseded
+            case Cancelled():
+                await self._end_cancelled(live)
+            case _:
+                assert_never(outcome)
+
+    async def _finish_with(self, live: Live, host: TaskHost, value: Any, changes: Changes) -> None:
+        try:
+            blob = encode(value)
+        except (TypeError, ValueError, RecursionError, OverflowError) as error:
+            await self._fail(live, host, self._unencodable(live, value, error), changes)
+            return
+        size, limit = len(to_body(blob).raw), self._runtime.settings.max_body
+        if size > limit:
+            detail = f"a result of {size:,} bytes; the limit is {limit:,}"
+            await self._fail(live, host, CheckpointRefused("result_too_large", detail), changes)
+            return
+        await self._finish(live, host, TaskState.DONE, blob, changes=changes)
+
+    def _unencodable(self, live: Live, value: Any, error: Exception) -> Exception:
+        assert live.handler is not None
+        try:
+            live.handler.binding.check_result(value)
+        except CoatcheckError as better:
+            return better
+        return error
+
+    async def _fail_or_retry(
+        self, live: Live, host: TaskHost, error: BaseException, forget: tuple[str, ...], changes: Changes
+    ) -> None:
+        assert live.handler is not None
+        delay = live.handler.retry.next_delay(error, live.attempt)
+        if delay is None:
+            await self._fail(live, host, error, changes)
+            return
+        self._runtime.metrics.retried.inc()
+        log.warning("attempt_failed", exception=type(error).__name__, retry_in_s=delay.total_seconds())
+        if host.recorder is None:
+            await self._try_again_in_ram(live, host, delay)
+            return
+        document = problem_of(error, live.task_id, live.attempt, retryable=True)
+        done = await host.recorder.put(changes, Again(delay, encode(document), traceback_of(error), forget))
+        await host.recorder.send(changes.opens, done.cancels)
+        self._runtime.hints.give([delay])
+        live.requeue() if live.is_unsent else live.ack()
+
+    async def _try_again_in_ram(self, live: Live, host: TaskHost, delay: timedelta) -> None:
+        """Without rows there is no retry time to leave behind: wait here, then begin again from the top."""
+        await host.close()
+        await asyncio.sleep(delay.total_seconds())
+        live.attempt += 1
+        again = RamHost(live, self._runtime, self._ram_calls)
+        try:
+            await self._run_and_settle(live, again)
+        finally:
+            await again.close()
+
+    async def _fail(self, live: Live, host: TaskHost, error: BaseException, changes: Changes) -> None:
+        retryable = live.handler.retry.is_retryable(error) if live.handler is not None else None
+        code = Code(error.code) if isinstance(error, CheckpointRefused) else None
+        document = problem_of(error, live.task_id, live.attempt, code=code, retryable=retryable)
+        log.error("task_failed", code=document["code"], exception=document.get("exception"))
+        await self._finish(
+            live, host, TaskState.FAILED, encode(document), changes=changes, traceback=traceback_of(error)
+        )
+
+    async def _fail_killer(self, live: Live, host: TaskHost) -> None:
+        """A task that takes its process with it each time is stopped before it takes the fleet."""
+        count = live.pickups - 1
+        document = problem(
+            "crashed_repeatedly",
+            detail=f"{count} runs in a row ended with their process, without recording anything",
+            task_id=str(live.task_id),
+            attempt=live.attempt,
+        )
+        log.error("task_crashed_repeatedly", run_count=count)
+        await self._finish(live, host, TaskState.FAILED, encode(document))
+
+    async def _refuse(self, live: Live, host: TaskHost, error: Exception) -> None:
+        """A request that does not fit its handler: say so to whoever asked."""
+        document = problem_of(error, live.task_id)
+        log.warning("request_refused", detail=str(error))
+        await self._finish(live, host, TaskState.FAILED, encode(document), is_worth_a_row=not live.addresses)
+
+    async def _hold(self, live: Live, host: TaskHost, document: dict[str, Any], reason: str) -> None:
+        """Keep a task this code cannot run; a deploy may bring code that can. The pauses grow with its age."""
+        if host.recorder is None:
+            await self._finish(live, host, TaskState.FAILED, encode(document))
+            return
+        delay = min(max(timedelta(seconds=live.age_s), SHORTEST_HOLD), LONGEST_HOLD)
+        await host.recorder.put(Changes(), Hold(delay, encode(document)))
+        self._runtime.metrics.held.inc()
+        log.error("task_held", reason=reason, retry_in_s=delay.total_seconds())
+        live.ack()
+
+    async def _end_cancelled(self, live: Live) -> None:
+        """Whoever took the order has committed the cancel and answers; only a task without a row is ours to answer."""
+        if not live.has_row:
+            document = problem("cancelled", task_id=str(live.task_id))
+            await self._runtime.outbox.publish(
+                errors(live.task_id, document, live.addresses, traceparent=live.traceparent)
+            )
+            self._runtime.metrics.finished.labels("cancelled").inc()
+        log.info("task_cancelled")
+        live.ack(is_answered=not live.has_row)
+
+    async def _finish(
+        self,
+        live: Live,
+        host: TaskHost,
+        state: TaskState,
+        value: bytes,
+        *,
+        changes: Changes | None = None,
+        traceback: str | None = None,
+        is_worth_a_row: bool | None = None,
+    ) -> None:
+        """Commit the end if there is a row or a reason for one, publish the final reply, ack."""
+        live.is_settled = True
+        changes = changes or Changes()
+        is_stored = host.recorder is not None and (
+            live.has_row or changes != Changes() or self._is_worth_a_row(live, state, is_worth_a_row)
+        )
+        if is_stored:
+            await self._commit_end(live, host, Finish(state, value, self._keep(state), traceback), changes)
+        await self._answer(live, host, state, value, is_stored=is_stored)
+        self._runtime.metrics.finished.labels(state.value).inc()
+        log.info("task_finished", outcome=state.value)
+        live.ack(is_answered=True)
+
+    def _is_worth_a_row(self, live: Live, state: TaskState, asked: bool | None) -> bool:
+        """Whether the end of a task that never had a row is written down."""
+        if asked is not None:
+            return asked
+        is_deduplicated = live.handler is not None and live.handler.is_deduplicated
+        # A lost trigger is being redelivered to somebody: the row decides whose result it is.
+        is_lost = live.trigger is None or live.trigger.is_lost
+        return state is TaskState.FAILED or live.keeps_result or is_deduplicated or is_lost
+
+    async def _commit_end(self, live: Live, host: TaskHost, end: Finish, changes: Changes) -> None:
+        assert host.recorder is not None
+        try:
+            done = await host.recorder.put(changes, end)
+        except StoreUnavailable:
+            if live.has_row:
+                raise
+            log.warning("end_not_recorded")  # `preferred`, and Postgres is away: the answer is delivered all the same
+        else:
+            await host.recorder.send(changes.opens, done.cancels)
+
+    async def _answer(self, live: Live, host: TaskHost, state: TaskState, value: bytes, *, is_stored: bool) -> None:
+        """Publish the final reply to everyone who asked. Who is gone can fetch it later: then it gets a row."""
+        if live.addresses:
+            replies = answers(live.task_id, state, value, live.addresses, traceparent=live.traceparent)
+            routings = await self._runtime.outbox.publish(replies)
+            gone = [
+                address.reply_to
+                for address, routing in zip(live.addresses, routings, strict=True)
+                if routing is Routing.NO_ROUTE
+            ]
+            if gone:
+                log.warning("final_reply_had_no_route", reply_to=gone)
+            if gone and not is_stored and host.recorder is not None:
+                await self._commit_end(live, host, Finish(state, value, self._keep(state)), Changes())
+        if is_stored and live.is_detached:
+            await self._runtime.store.mark_final_sent([live.task_id])
+
+    def _keep(self, state: TaskState) -> timedelta:
+        settings = self._runtime.settings
+        return settings.keep_failures if state is TaskState.FAILED else settings.dedup_window

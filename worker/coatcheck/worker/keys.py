@@ -1,0 +1,238 @@
+"""Names of durable work, and which recorded entry answers to which piece of code.
+
+A key is a path: the branches that lead to the work, then its own name, each with its occurrence from the second on::
+
+    plan            the first step `plan` of the handler itself
+    search#2        its second call to `search`
+    fetch#3/search  the first call to `search` in the third child task made from `fetch`
+    search~2        the second try of `search`;  search~2.wait  the back-off before it
+
+Names are looked up within their branch, by occurrence and by a digest of the arguments, so work with a name of its own
+may be added, removed and moved without disturbing a task that has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Any, Final
+
+from coatcheck.errors import JournalMismatch, UsageError
+from coatcheck.store import blobs
+from coatcheck.store.rows import History, Kind, OpenCall, Recorded
+
+__all__ = ["NO_DIGEST", "Entry", "Journal", "Scope", "Wanted", "digest_of", "escape_name", "rename_error"]
+
+NO_DIGEST: Final = b""
+"""The digest of work whose arguments are not compared."""
+
+_ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "#": "%23", "~": "%7E", "@": "%40"})
+
+
+def escape_name(name: str) -> str:
+    """Make a name safe inside a key: it holds no path, occurrence or try of its own."""
+    return name if name.isidentifier() else name.translate(_ESCAPES)
+
+
+def digest_of(arguments: Any, *, what: str) -> bytes:
+    """Digest arguments so that equal ones, and only those, give equal digests in every process.
+
+    Raises UsageError for sets, which have no order of their own, and for what cannot be encoded.
+    """
+    if _holds_set(arguments):
+        raise UsageError(f"{what} got a set: a set has no order to compare on replay. Pass sorted(...) instead")
+    try:
+        return blake2b(blobs.canonical(arguments), digest_size=16).digest()
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{what} got arguments that cannot be compared on replay ({error}). Pass plain data (builtins, "
+            "dataclasses, msgspec structs, pydantic models), or name the work with key=... and they are not compared"
+        ) from error
+
+
+def _holds_set(value: Any) -> bool:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return any(map(_holds_set, value))
+    if kind is dict:
+        return any(map(_holds_set, value.values()))
+    return kind is set or kind is frozenset
+
+
+class Scope:
+    """One branch of a run: it numbers the work that is done in it."""
+
+    __slots__ = ("_counts", "_used", "path")
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+        self._counts: dict[str, int] = {}
+        self._used: set[str] = set()
+
+    def number(self, name: str) -> str:
+        """Return the key of the next piece of work called `name` (already escaped)."""
+        while True:
+            count = self._counts[name] = self._counts.get(name, 0) + 1
+            leaf = name if count == 1 else f"{name}#{count}"
+            if leaf not in self._used:
+                return f"{self.path}/{leaf}" if self.path else leaf
+
+    def take(self, key: object) -> str:
+        """Return the full key for an explicit `key=`. Raises UsageError if the branch used it before."""
+        if not isinstance(key, str) or not key:
+            raise UsageError(f"key={key!r} must be a string that is not empty")
+        leaf = key.replace("%", "%25").replace("/", "%2F")
+        name, _, occurrence = leaf.partition("#")
+        count = int(occurrence) if occurrence.isdecimal() else 1
+        if leaf in self._used or count <= self._counts.get(name, 0):
+            raise UsageError(
+                f"key={key!r} is used twice in one branch, so its two results could not be told apart. "
+                f'Make it unique, for instance key=f"{key}-{{item_id}}"'
+            )
+        self._used.add(leaf)
+        return f"{self.path}/{leaf}" if self.path else leaf
+
+    def child(self, name: str) -> Scope:
+        """Open the next branch called `name` under this one."""
+        leaf = escape_name(name)
+        count = self._counts["/" + leaf] = self._counts.get("/" + leaf, 0) + 1
+        path = leaf if count == 1 else f"{leaf}#{count}"
+        return Scope(f"{self.path}/{path}" if self.path else path)
+
+
+class Wanted:
+    """A piece of work as the code asks for it."""
+
+    __slots__ = ("digest", "is_explicit", "key", "kind", "name", "where")
+
+    def __init__(self, key: str, *, kind: Kind, name: str, digest: bytes, is_explicit: bool = False) -> None:
+        self.key = key
+        self.kind = kind
+        self.name = name
+        self.digest = digest
+        self.is_explicit = is_explicit
+        self.where = ""
+
+    def __str__(self) -> str:
+        shown = self.digest.hex()[:8] or "not compared"
+        at = f", {self.where}" if self.where else ""
+        return f"{self.kind} {self.name!r} under key {self.key!r} (arguments {shown}{at})"
+
+
+Entry = Recorded | OpenCall
+
+
+class Journal:
+    """What a task has recorded, and what of it this run has asked for."""
+
+    __slots__ = ("_by_name", "_entries", "_unread", "last_seq")
+
+    def __init__(self, history: History) -> None:
+        self._entries: dict[str, Entry] = {entry.key: entry for entry in _entries_of(history)}
+        self._unread: dict[str, None] = dict.fromkeys(self._entries)
+        self._by_name: dict[tuple[str, str], list[str]] | None = None
+        self.last_seq = max((entry.seq for entry in history.recorded), default=0)
+
+    @property
+    def is_all_read(self) -> bool:
+        return not self._unread
+
+    def unread_keys(self) -> tuple[str, ...]:
+        """The keys that were recorded and that nothing has asked for."""
+        return tuple(self._unread)
+
+    def is_known(self, key: str) -> bool:
+        """Tell whether the entry under this key has ended already, as far as this run has been told."""
+        return isinstance(self._entries.get(key), Recorded)
+
+    def is_new(self, key: str) -> bool:
+        """Tell whether a key is surely new work: nothing recorded is left to answer to it."""
+        return not self._unread and key not in self._entries
+
+    def add(self, recorded: Recorded) -> None:
+        """Take in what has just ended."""
+        self._entries[recorded.key] = recorded
+        self.last_seq = max(self.last_seq, recorded.seq)
+
+    def read(self, key: str) -> Entry | None:
+        """Find the entry under exactly this key, and count it as asked for."""
+        if self._unread:
+            self._unread.pop(key, None)
+        return self._entries.get(key)
+
+    def find(self, wanted: Wanted) -> tuple[str, Entry | None, bool]:
+        """Find what answers to `wanted`: its key, its entry (None: new work), and whether the arguments fit.
+
+        Raises JournalMismatch when the occurrence is recorded for something else.
+        """
+        entry = self._entries.get(wanted.key)
+        is_free = wanted.key in self._unread
+        if entry is not None and is_free and _fits(entry, wanted):
+            return wanted.key, self.read(wanted.key), True
+        if wanted.is_explicit and entry is not None and entry.kind == wanted.kind:
+            is_same = NO_DIGEST in (entry.digest, wanted.digest) or entry.digest == wanted.digest
+            return wanted.key, self.read(wanted.key), is_same
+        other = None if wanted.is_explicit or not self._unread else self._find_elsewhere(wanted)
+        if other is not None:
+            return other, self.read(other), True
+        if entry is not None:
+            raise _mismatch(entry, wanted, is_free)
+        return wanted.key, None, True
+
+    def find_rename(self, wanted: Wanted) -> Entry | None:
+        """Find an unread entry that new work may be the new name of: the same kind, equal arguments, and either the
+        same branch (the work was renamed) or the same name (the branch was)."""
+        if wanted.is_explicit or not self._unread or wanted.digest == NO_DIGEST:
+            return None
+        branch = wanted.key.rpartition("/")[0]
+        for key in self._unread:
+            entry = self._entries[key]
+            is_alike = entry.kind == wanted.kind and entry.digest == wanted.digest and "~" not in key
+            if is_alike and (key.rpartition("/")[0] == branch or entry.name == wanted.name):
+                return entry
+        return None
+
+    def _find_elsewhere(self, wanted: Wanted) -> str | None:
+        if self._by_name is None:
+            self._by_name = {}
+            for key, entry in self._entries.items():
+                self._by_name.setdefault((key.rpartition("/")[0], entry.name), []).append(key)
+        for key in self._by_name.get((wanted.key.rpartition("/")[0], wanted.name), ()):
+            if key in self._unread and "~" not in key and _fits(self._entries[key], wanted):
+                return key
+        return None
+
+
+def _entries_of(history: History) -> Iterable[Entry]:
+    yield from history.open_calls
+    yield from history.recorded
+
+
+def _fits(entry: Entry, wanted: Wanted) -> bool:
+    return entry.kind == wanted.kind and entry.name == wanted.name and entry.digest == wanted.digest
+
+
+def _mismatch(entry: Entry, wanted: Wanted, is_free: bool) -> JournalMismatch:
+    state = "waits for its reply" if isinstance(entry, OpenCall) else f"ended as {entry.state}"
+    twice = "" if is_free else " and was asked for already by other work of that name"
+    return JournalMismatch(
+        f"the journal does not fit the code.\n"
+        f"  recorded: {entry.kind} {entry.name!r} under key {entry.key!r} "
+        f"(arguments {entry.digest.hex()[:8] or 'not compared'}); it {state}{twice}\n"
+        f"  the code: {wanted}\n"
+        f"  fix: let tasks that have begun ask for what they recorded, with the same arguments; give new work a name "
+        f"of its own with key=...; or, if the new arguments are meant, pass key={entry.key.rpartition('/')[2]!r} to "
+        f"accept the recorded result"
+    )
+
+
+def rename_error(entry: Entry, wanted: Wanted) -> JournalMismatch:
+    """The error for new work that looks like recorded work under another name."""
+    old = entry.key.rpartition("/")[2]
+    return JournalMismatch(
+        f"the journal has work that looks renamed.\n"
+        f"  recorded: {entry.kind} {entry.name!r} under key {entry.key!r}, not asked for by this code so far\n"
+        f"  the code: {wanted}, new, with equal arguments\n"
+        f"  fix: if it was renamed, pass key={old!r} at its new name (or keep the name of its function, task or peer); "
+        f"if it is new work, give it a key of its own, such as key='{wanted.name}-new'"
+    )

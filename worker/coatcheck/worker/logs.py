@@ -1,0 +1,125 @@
+"""Logs: one line per event on stderr, the same for our own events and for the libraries underneath.
+
+JSON unless stderr is a terminal. Ids are bound once, at arrival, with structlog's context variables, and appear on
+every line of that delivery. Payloads stay out whatever the caller does: bytes become their size, a `body` or
+`payload` is withheld, passwords in URLs are hidden, tracebacks show no local values.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO
+
+import msgspec
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from coatcheck.worker.settings import LogFormat, LogLevel, redacted
+
+__all__ = ["configure"]
+
+# Libraries below us: their warnings matter to an operator, their chatter does not.
+QUIET_LOGGERS = ("aio_pika", "aiormq", "sqlalchemy", "alembic", "asyncio")
+
+_WITHHELD_KEYS = frozenset({"body", "payload"})
+_SECRET_KEYS = frozenset({"password", "secret", "token", "authorization", "api_key"})
+_HANDLER_NAME = "coatcheck"
+
+
+def configure(
+    log_format: LogFormat | None = None, level: LogLevel = LogLevel.INFO, stream: TextIO | None = None
+) -> None:
+    """Send all logging of this process to `stream` (stderr), rendered as `log_format`; None looks for a terminal.
+
+    It is for processes of ours, the command line and its tests: it takes over the root logger. Safe to repeat.
+    """
+    stream = sys.stderr if stream is None else stream
+    if log_format is None:
+        log_format = LogFormat.CONSOLE if stream.isatty() else LogFormat.JSON
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    shared = _shared_processors()
+    renderer = _renderer(log_format, has_colors=stream.isatty())
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        context_class=dict,
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        cache_logger_on_first_use=False,  # so that configuring again reaches loggers already in use
+    )
+    _route_stdlib(shared, renderer, threshold=threshold, stream=stream)
+
+
+def _shared_processors() -> list[Processor]:
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+        _protect,
+    ]
+
+
+def _renderer(log_format: LogFormat, *, has_colors: bool) -> Processor:
+    if log_format is LogFormat.JSON:
+        return structlog.processors.JSONRenderer(serializer=_to_json)
+    # The plain formatter, because the pretty ones print local variables.
+    return structlog.dev.ConsoleRenderer(colors=has_colors, exception_formatter=structlog.dev.plain_traceback)
+
+
+def _route_stdlib(shared: list[Processor], renderer: Processor, *, threshold: int, stream: TextIO) -> None:
+    handler = logging.StreamHandler(stream)
+    handler.name = _HANDLER_NAME
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [each for each in root.handlers if each.name != _HANDLER_NAME] + [handler]
+    root.setLevel(threshold)
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
+    logging.captureWarnings(True)
+
+
+def _protect(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Keep payloads and secrets out of a line, whichever key they came under."""
+    return _protected_items(event)
+
+
+def _protected_items(items: MutableMapping[str, Any]) -> dict[str, Any]:
+    return {key: _protected(key, value) for key, value in items.items()}
+
+
+def _protected(key: str, value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"<{len(value)} bytes>"
+    if key in _WITHHELD_KEYS:
+        return f"<withheld {type(value).__name__}>"
+    if key in _SECRET_KEYS:
+        return "***"
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, BaseException):
+        return redacted(repr(value))
+    return _protected_items(value) if isinstance(value, dict) else value
+
+
+def _to_json(event: EventDict, **_: Any) -> str:
+    try:
+        return msgspec.json.encode(event, enc_hook=_shown).decode()
+    except (UnicodeEncodeError, TypeError, RecursionError):
+        # A key that is no text, a lone surrogate: a line that cannot be written well is still written.
+        return msgspec.json.encode({str(key): _clean(value) for key, value in event.items()}).decode()
+
+
+def _shown(value: object) -> str:
+    return redacted(repr(value))
+
+
+def _clean(value: object) -> str:
+    return _shown(value).encode("utf-8", "backslashreplace").decode()

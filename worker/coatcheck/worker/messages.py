@@ -1,0 +1,138 @@
+"""Between the wire and the rows: bodies become blobs as they came, rows become messages again. Pure functions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+from coatcheck.broker.bodies import Body, BodyFormat
+from coatcheck.broker.port import Delivery, Outgoing
+from coatcheck.broker.topology import Names
+from coatcheck.broker.wire import Request, make_cancel, make_error, make_request, make_result
+from coatcheck.store.blobs import Codec, decode, pack, unpack
+from coatcheck.store.rows import Address, Birth, CallId, Kind, NewCall, Peer, Task, TaskId, TaskState
+from coatcheck.worker import tracing
+
+_NAMESPACE = UUID("636f6174-6368-5563-8b21-7461736b6964")
+_CODECS = {
+    BodyFormat.JSON: Codec.JSON,
+    BodyFormat.MSGPACK: Codec.MSGPACK,
+    BodyFormat.CBOR: Codec.CBOR,
+    BodyFormat.TEXT: Codec.TEXT,
+    BodyFormat.BYTES: Codec.BYTES,
+}
+_FORMATS = {codec: form for form, codec in _CODECS.items()}
+
+
+def task_id_of(service: str, identity: str | None) -> TaskId:
+    """The same request always becomes the same task; one without an identity is new each time."""
+    if identity is None:
+        return TaskId(uuid.uuid4())
+    return TaskId(uuid.uuid5(_NAMESPACE, f"{service}\0{identity}"))
+
+
+def to_blob(body: Body) -> bytes:
+    """Keep a body's bytes as they came."""
+    return pack(_CODECS[body.content_type], body.raw)
+
+
+def to_body(blob: bytes) -> Body:
+    codec, raw = unpack(blob)
+    return Body(_FORMATS[codec], raw)
+
+
+def birth_of(request: Request, *, service: str, task_id: TaskId, handler: str | None, version: str) -> Birth:
+    """The row this request would become."""
+    address = Address(request.reply_to, request.correlation_id) if request.reply_to else None
+    return Birth(
+        task_id=task_id,
+        service=service,
+        handler=handler,
+        version=version,
+        request=to_blob(request.body),
+        digest=request.digest,
+        identity=request.identity,
+        address=address,
+        correlation_id=request.correlation_id,
+        traceparent=request.traceparent,
+        tracestate=request.tracestate,
+    )
+
+
+def call_message(call: Peer, *, reply_to: str | None = None) -> Outgoing:
+    """A call or send as a request to its peer. Sending it twice is harmless: its identity stays the same."""
+    message = make_request(
+        to_body(call.body),
+        str(call.call_id) if call.kind is Kind.CALL else None,
+        reply_to=(reply_to or Names(call.service).replies) if call.kind is Kind.CALL else None,
+        handler=call.handler,
+        identity=str(call.call_id),
+        key=call.headers.get("cc-key"),
+        task=str(call.task_id),
+        deadline=call.hard_due_at,
+        traceparent=tracing.child(call.traceparent, call_id=call.call_id, task_id=call.task_id),
+        tracestate=call.headers.get("tracestate"),
+    )
+    return Outgoing(call.peer, message)
+
+
+def peer_of_new(call: NewCall, *, task_id: TaskId, service: str, traceparent: str | None) -> Peer:
+    """A call that was just committed, in the shape the wire needs."""
+    return Peer(
+        call_id=call.call_id,
+        task_id=task_id,
+        service=service,
+        kind=call.kind,
+        key=call.key,
+        peer=call.peer,
+        handler=call.handler,
+        body=call.body,
+        headers=call.headers,
+        # By our own clock, for the peer's information only; the row's due time is Postgres's.
+        hard_due_at=datetime.now(UTC) + call.hard if call.hard is not None else None,
+        traceparent=traceparent,
+    )
+
+
+def cancel_message(call_id: CallId, peer: str, reason: str) -> Outgoing:
+    """Tell a peer that nobody waits for this call any more. A peer without a control queue never hears it."""
+    # A task of ours was started under cc-id = call id, so naming it lets a tombstone meet it.
+    return Outgoing(f"{peer}.control", make_cancel(correlation_id=str(call_id), identity=str(call_id), reason=reason))
+
+
+def final_messages(task: Task, *addresses: Address) -> list[Outgoing]:
+    """The stored answer of a finished task, for these addresses or for all it has."""
+    assert task.value is not None, "a finished row holds its answer"
+    to = addresses or task.addresses
+    return answers(task.task_id, task.state, task.value, to, traceparent=task.traceparent)
+
+
+def answers(
+    task_id: TaskId, state: TaskState, value: bytes, addresses: tuple[Address, ...], *, traceparent: str | None
+) -> list[Outgoing]:
+    """A final reply under a stable id, one for each address."""
+    if state is not TaskState.DONE:
+        return errors(task_id, decode(value), addresses, traceparent=traceparent)
+    body = to_body(value)
+    return [
+        Outgoing(to.reply_to, make_result(body, to.correlation_id, identity=str(task_id), traceparent=traceparent))
+        for to in addresses
+    ]
+
+
+def errors(
+    task_id: TaskId, problem: Mapping[str, Any], addresses: tuple[Address, ...], *, traceparent: str | None
+) -> list[Outgoing]:
+    return [
+        Outgoing(to.reply_to, make_error(problem, to.correlation_id, identity=str(task_id), traceparent=traceparent))
+        for to in addresses
+    ]
+
+
+def address_of(delivery: Delivery) -> tuple[Address, ...]:
+    """Where a request wants its answer, as far as its raw properties tell."""
+    message = delivery.message
+    return (Address(message.reply_to, message.correlation_id),) if message.reply_to else ()

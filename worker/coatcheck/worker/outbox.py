@@ -1,0 +1,153 @@
+"""Everything that leaves the worker: published in batches, and what could not be routed dealt with by its kind.
+
+A call to a queue that does not exist becomes an error reply to ourselves, so that it travels the road of any reply. A
+send to such a queue goes to the service's dead letters. A final reply stays in its row. A cancel is dropped in
+silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import structlog
+
+from coatcheck.broker.headers import DETAIL, QUEUE, REASON
+from coatcheck.broker.port import Broker, Message, Outgoing, Routing
+from coatcheck.broker.topology import Names
+from coatcheck.broker.wire import make_error
+from coatcheck.errors import BrokerUnavailable, StoreUnavailable
+from coatcheck.store.batcher import Batcher, Busy
+from coatcheck.store.rows import CallId, Kind, Peer
+from coatcheck.store.store import Store
+from coatcheck.worker.messages import call_message, cancel_message
+from coatcheck.worker.metrics import Metrics
+from coatcheck.worker.problems import problem
+
+log = structlog.get_logger(__name__)
+
+MARK_AFTER_S = 1.0
+HINT_PAUSE_S = 0.05
+
+
+class Outbox:
+    """Publishes for many runs at once: what arrives while a batch is in flight shares the next one."""
+
+    def __init__(self, broker: Broker, *, metrics: Metrics) -> None:
+        self._broker = broker
+        self._metrics = metrics
+        self._batches: Batcher[Outgoing, Routing] = Batcher("publish", self._publish, max_size=1000)
+
+    async def publish(self, messages: Iterable[Outgoing]) -> list[Routing]:
+        """Hand messages to the broker; returns when all are confirmed. Raises BrokerUnavailable."""
+        batch = list(messages)
+        if len(batch) == 1:
+            return [await self._batches.submit(batch[0])]
+        return list(await asyncio.gather(*(self._batches.submit(one) for one in batch)))
+
+    async def drain(self) -> None:
+        await self._batches.drain()
+
+    async def _publish(self, batch: Sequence[Outgoing], waits: bool) -> Sequence[Routing | Busy]:
+        routings = await self._broker.publish(batch)
+        self._metrics.published.inc(len(batch))
+        return routings
+
+    async def send_calls(self, calls: Sequence[Peer], *, reply_to: str | None = None) -> None:
+        """Send calls and sends whose rows are committed. What has no route is answered or buried before it returns."""
+        calls = [call for call in calls if call.kind is not Kind.TIMER]
+        if not calls:
+            return
+        routings = await self.publish(call_message(call, reply_to=reply_to) for call in calls)
+        lost = [call for call, routing in zip(calls, routings, strict=True) if routing is Routing.NO_ROUTE]
+        if lost:
+            self._metrics.no_route.inc(len(lost))
+            log.warning("calls_had_no_route", peers=sorted({call.peer for call in lost}), call_count=len(lost))
+            await self.publish(_no_route(call, reply_to) for call in lost)
+
+    async def cancel_calls(self, calls: Sequence[Peer], reason: str) -> None:
+        """Tell peers that nobody waits any more; who has no control queue never hears it."""
+        cancels = [cancel_message(call.call_id, call.peer, reason) for call in calls if call.kind is Kind.CALL]
+        if cancels:
+            await self.publish(cancels)
+
+
+def _no_route(call: Peer, reply_to: str | None) -> Outgoing:
+    detail = f"there is no queue {call.peer!r}; start that service, or correct the name in the handler"
+    if call.kind is Kind.SEND:
+        lost = call_message(call)
+        headers = {**lost.message.headers, REASON: "no_route", DETAIL: detail, QUEUE: call.peer}
+        dead = Message(
+            body=lost.message.body, content_type=lost.message.content_type, type=lost.message.type, headers=headers
+        )
+        return Outgoing(Names(call.service).dead, dead)
+    document = problem("no_route", detail=detail)
+    return Outgoing(reply_to or Names(call.service).replies, make_error(document, str(call.call_id)))
+
+
+class Marks:
+    """Notes lazily which calls are known to be sent: only those still open after a second cost a write."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._sent: dict[CallId, float] = {}
+
+    def add(self, calls: Iterable[Peer]) -> None:
+        now = time.monotonic()
+        self._sent.update((call.call_id, now) for call in calls if call.kind is not Kind.TIMER)
+
+    def forget(self, call_id: CallId) -> None:
+        """Its reply was claimed here: nobody will ask any more whether it was sent."""
+        self._sent.pop(call_id, None)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(MARK_AFTER_S)
+            await self.flush(older_than_s=MARK_AFTER_S)
+
+    async def flush(self, *, older_than_s: float = 0.0) -> None:
+        ripe_before = time.monotonic() - older_than_s
+        ripe = [call_id for call_id, sent in self._sent.items() if sent <= ripe_before]
+        if not ripe:
+            return
+        try:
+            await self._store.mark_sent(ripe)
+        except StoreUnavailable as error:
+            # Unmarked calls are sent again by the sweeper; sending twice is harmless.
+            log.warning("marks_not_written", error=str(error), call_count=len(ripe))
+            return
+        for call_id in ripe:
+            self._sent.pop(call_id, None)
+
+
+class Hints:
+    """Tells the sweeper of due times nearer than its next look; many in a moment become one."""
+
+    def __init__(self, outbox: Outbox, queue: str, *, sweep_interval: timedelta) -> None:
+        self._outbox = outbox
+        self._queue = queue
+        self._horizon = sweep_interval
+        self._nearest: timedelta | None = None
+        self._sender: asyncio.Task[None] | None = None
+
+    def give(self, delays: Iterable[timedelta | None]) -> None:
+        nearest = min((delay for delay in delays if delay is not None and delay < self._horizon), default=None)
+        if nearest is None:
+            return
+        self._nearest = nearest if self._nearest is None else min(self._nearest, nearest)
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send(), name="hints")
+
+    async def _send(self) -> None:
+        try:
+            while self._nearest is not None:  # again, for what was given while the last one was on its way
+                await asyncio.sleep(HINT_PAUSE_S)
+                nearest, self._nearest = self._nearest, None
+                body = str(nearest.total_seconds()).encode()
+                await self._outbox.publish([Outgoing(self._queue, Message(body=body))])
+        except BrokerUnavailable as error:
+            log.debug("hint_not_sent", error=str(error))  # the sweeper looks by itself before long
+        finally:
+            self._sender = None

@@ -1,0 +1,254 @@
+"""A wait without Postgres: the task stays in RAM, its original unacked, its replies on this replica's own queue.
+
+Nothing survives the process but the original, which is redelivered and runs from the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+
+from coatcheck.broker.bodies import Limits
+from coatcheck.broker.port import Delivery
+from coatcheck.broker.wire import ReplyKind, parse_reply
+from coatcheck.errors import BrokerUnavailable, MalformedMessage, StoreUnavailable
+from coatcheck.store.blobs import encode
+from coatcheck.store.rows import (
+    Birth,
+    CallId,
+    CallState,
+    Changes,
+    Committed,
+    Kind,
+    NewCall,
+    Put,
+    PutDone,
+    PutRefused,
+    Recorded,
+    Request,
+    Ruling,
+)
+from coatcheck.worker.live import Live
+from coatcheck.worker.messages import peer_of_new, to_blob
+from coatcheck.worker.problems import problem
+from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.store_host import StoreHost
+
+log = structlog.get_logger(__name__)
+
+
+class RamCalls:
+    """The open calls of this replica's in-RAM waits, by id; what arrives on its private queue goes to their runs."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._waiting: dict[str, Callable[[CallState | None, bytes], None]] = {}
+
+    def add(self, call_id: CallId, on_reply: Callable[[CallState | None, bytes], None]) -> None:
+        self._waiting[str(call_id)] = on_reply
+
+    def remove(self, call_id: CallId) -> None:
+        self._waiting.pop(str(call_id), None)
+
+    def on_delivery(self, delivery: Delivery) -> None:
+        """Take a reply for a wait in RAM. One nobody waits for any more is late, and dropped."""
+        try:
+            reply = parse_reply(delivery.message, self._limits)
+            on_reply = self._waiting.get(reply.correlation_id or "")
+            if on_reply is not None:
+                on_reply(*_ending(reply.kind, to_blob(reply.body), reply.problem))
+        except MalformedMessage as error:
+            log.warning("ram_reply_refused", code=error.code, detail=error.detail)
+        delivery.ack()
+
+
+def _ending(kind: ReplyKind, value: bytes, document: Mapping[str, Any] | None) -> tuple[CallState | None, bytes]:
+    match kind:
+        case ReplyKind.RESULT:
+            return CallState.OK, value
+        case ReplyKind.ERROR:
+            return CallState.FAILED, encode(document)
+        case _:
+            return None, b""
+
+
+class RamHost:
+    """The host of a run that waits in RAM. It never parks: `commit` opens calls, replies go to the live run."""
+
+    def __init__(self, live: Live, runtime: Runtime, calls: RamCalls) -> None:
+        self._live = live
+        self._runtime = runtime
+        self._calls = calls
+        self._seq = 0
+        self._open: dict[CallId, NewCall] = {}
+        self._alarms: dict[CallId, list[asyncio.TimerHandle]] = {}
+        self._teller = StoreHost(live, runtime)
+
+    @property
+    def recorder(self) -> StoreHost | None:
+        return None
+
+    async def before_first_effect(self) -> None:
+        """Nothing to look up."""
+
+    async def commit(self, changes: Changes) -> Committed:
+        """Give entries their place in the order, open calls, and stay."""
+        news = [
+            Recorded(
+                entry.key,
+                entry.kind,
+                entry.name,
+                entry.digest,
+                self._next_seq(),
+                CallState.OK if entry.is_ok else CallState.FAILED,
+                entry.value,
+            )
+            for entry in changes.entries
+        ]
+        for call_id in changes.closes:
+            await self._give_up(call_id, "its task gave the call up")
+        for call in changes.opens:
+            if call.kind is not Kind.SEND:
+                self._watch(call)
+        await self._publish(changes.opens)
+        return Committed(is_parked=False, news=tuple(news))
+
+    def progress(self, done: float | None, total: float | None, message: str | None) -> None:
+        self._teller.progress(done, total, message)
+
+    async def close(self) -> None:
+        """The run has ended: nobody waits for its leftovers."""
+        for call_id in list(self._open):
+            await self._give_up(call_id, "its task ended")
+
+    async def _publish(self, opens: tuple[NewCall, ...]) -> None:
+        live, app = self._live, self._runtime.app
+        calls = [
+            peer_of_new(call, task_id=live.task_id, service=app.service, traceparent=live.traceparent) for call in opens
+        ]
+        while True:
+            try:
+                return await self._runtime.outbox.send_calls(calls, reply_to=self._runtime.private_queue)
+            except BrokerUnavailable as error:
+                log.warning("calls_not_sent", error=str(error), call_count=len(calls))
+                await asyncio.sleep(1.0)
+
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _watch(self, call: NewCall) -> None:
+        self._open[call.call_id] = call
+        self._calls.add(call.call_id, lambda state, value: self._on_reply(call, state, value))
+        self._arm(call, is_first=True)
+
+    def _arm(self, call: NewCall, *, is_first: bool) -> None:
+        """Set the deadlines; a progress sets only the idle one anew."""
+        loop = asyncio.get_running_loop()
+        alarms = self._alarms.setdefault(call.call_id, [])
+        if is_first and call.hard is not None:
+            alarms.append(loop.call_later(call.hard.total_seconds(), self._on_due, call))
+        if call.idle is not None:
+            if not is_first:
+                alarms.pop().cancel()
+            alarms.append(loop.call_later(call.idle.total_seconds(), self._on_due, call))
+
+    def _on_reply(self, call: NewCall, state: CallState | None, value: bytes) -> None:
+        if state is None:
+            self._arm(call, is_first=False)
+        else:
+            self._end(call, state, value)
+
+    def _on_due(self, call: NewCall) -> None:
+        if call.kind is Kind.TIMER:
+            self._end(call, CallState.OK, encode(None))
+            return
+        detail = f"{call.peer} did not answer in time"
+        self._end(call, CallState.TIMED_OUT, encode(problem("timed_out", detail=detail)))
+        asyncio.get_running_loop().create_task(self._cancel_peer(call, "timed out"))
+
+    def _end(self, call: NewCall, state: CallState, value: bytes) -> None:
+        if self._forget(call.call_id) is None or self._live.run is None:
+            return
+        ended = Recorded(call.key, call.kind, call.name, call.digest, self._next_seq(), state, value, call.call_id)
+        self._live.run.deliver([ended])
+
+    async def _give_up(self, call_id: CallId, reason: str) -> None:
+        call = self._forget(call_id)
+        if call is not None and call.kind is Kind.CALL:
+            await self._cancel_peer(call, reason)
+
+    async def _cancel_peer(self, call: NewCall, reason: str) -> None:
+        live, app = self._live, self._runtime.app
+        peer = peer_of_new(call, task_id=live.task_id, service=app.service, traceparent=live.traceparent)
+        try:
+            await self._runtime.outbox.cancel_calls([peer], reason)
+        except BrokerUnavailable as error:
+            log.debug("cancel_not_sent", error=str(error))
+
+    def _forget(self, call_id: CallId) -> NewCall | None:
+        for alarm in self._alarms.pop(call_id, []):
+            alarm.cancel()
+        self._calls.remove(call_id)
+        return self._open.pop(call_id, None)
+
+
+class FallingHost(StoreHost):
+    """`preferred`: rows while Postgres answers; a task without a row falls to RAM when it does not, and stays there."""
+
+    def __init__(self, live: Live, runtime: Runtime, calls: RamCalls) -> None:
+        super().__init__(live, runtime)
+        self._calls = calls
+        self._fallen: RamHost | None = None
+
+    @property
+    def recorder(self) -> StoreHost | None:
+        return self if self._fallen is None else None
+
+    async def close(self) -> None:
+        if self._fallen is not None:
+            await self._fallen.close()
+
+    async def before_first_effect(self) -> None:
+        try:
+            await super().before_first_effect()
+        except StoreUnavailable as error:
+            self._fall(error)
+
+    async def _accept(self, birth: Birth) -> Ruling:
+        if not self._runtime.gate.is_open:
+            raise StoreUnavailable("Postgres is away")
+        try:
+            return await self._runtime.store.accept(Request(birth))
+        except StoreUnavailable as error:
+            if not error.is_in_doubt:
+                raise
+        # The row may be there: then only the row may be believed, and it is ours to take again.
+        return await self._runtime.gate.insist(
+            lambda _: self._runtime.store.accept(Request(birth, is_redelivered=True))
+        )
+
+    async def commit(self, changes: Changes) -> Committed:
+        if self._fallen is None:
+            try:
+                return await super().commit(changes)
+            except StoreUnavailable as error:
+                self._fall(error)
+        assert self._fallen is not None
+        return await self._fallen.commit(changes)
+
+    async def _write(self, put: Put, *, was_in_doubt: bool = False) -> PutDone | PutRefused:
+        """Try once for a task without a row: it has elsewhere to go."""
+        if put.birth is None:
+            return await super()._write(put, was_in_doubt=was_in_doubt)
+        return await self._write_at_once(put)
+
+    def _fall(self, error: StoreUnavailable) -> None:
+        self._runtime.gate.close(error)
+        log.warning("task_fell_to_ram", error=str(error))
+        self._runtime.metrics.in_ram.inc()
+        self._live.is_in_ram = True
+        self._fallen = RamHost(self._live, self._runtime, self._calls)

@@ -1,0 +1,167 @@
+"""Arrival of replies: claim by row lock; whoever's claim ends the wait runs the task, all others just ack.
+
+Timeouts and resumes from the sweeper travel the same road as replies.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from uuid import UUID
+
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from coatcheck.broker.port import Delivery, Outgoing
+from coatcheck.broker.wire import Reply, ReplyKind, parse_reply
+from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected
+from coatcheck.store.blobs import encode
+from coatcheck.store.rows import Arrival, CallId, CallState, Ruling, TaskId, TaskState, Verdict, Wake
+from coatcheck.store.sweeps import Renewal
+from coatcheck.worker.broadcast import poke_message
+from coatcheck.worker.deadletters import bury
+from coatcheck.worker.executor import Executor
+from coatcheck.worker.live import Live, live_from_task
+from coatcheck.worker.messages import cancel_message, to_blob
+from coatcheck.worker.problems import problem
+from coatcheck.worker.resending import send_unsent
+from coatcheck.worker.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+OVERFLOW_LEASE = timedelta(seconds=2)
+
+
+class Replies:
+    """The consumer of a service's replies queue."""
+
+    def __init__(self, runtime: Runtime, executor: Executor) -> None:
+        self._runtime = runtime
+        self._executor = executor
+
+    async def handle(self, delivery: Delivery) -> None:
+        """See one reply through to its ack; a failure of ours leaves it to be redelivered."""
+        try:
+            reply = parse_reply(delivery.message, self._runtime.limits)
+            subject = _subject_of(reply)
+        except MalformedMessage as error:
+            await bury(self._runtime, delivery, error)
+            return
+        try:
+            if reply.kind is ReplyKind.RESUME:
+                await self._resume(delivery, TaskId(subject), reply.epoch or 0)
+            else:
+                await self._claim(delivery, reply, CallId(subject))
+        except Rejected as error:
+            await bury(self._runtime, delivery, MalformedMessage(error.code, str(error)))
+        except BrokerUnavailable as error:
+            log.warning("reply_interrupted", error=str(error))
+            delivery.requeue()
+
+    async def _claim(self, delivery: Delivery, reply: Reply, call_id: CallId) -> None:
+        runtime = self._runtime
+        with bound_contextvars(call_id=str(call_id)):
+            if self._reattaches(delivery, str(call_id)):
+                return
+            arrival = _arrival_of(reply, call_id)
+            ruling = await runtime.gate.insist(
+                lambda is_in_doubt: runtime.store.claim(
+                    Arrival(
+                        arrival.call_id,
+                        arrival.state,
+                        arrival.value,
+                        is_redelivered=delivery.is_redelivered or is_in_doubt,
+                        progress=arrival.progress,
+                    )
+                )
+            )
+            self._count(ruling.verdict)
+            applied = ruling.verdict in (Verdict.GRANTED, Verdict.RECORDED)
+            if applied and arrival.state is not None:
+                runtime.marks.forget(call_id)
+            if applied and arrival.state is CallState.TIMED_OUT and ruling.name:
+                runtime.metrics.timeouts_applied.inc()
+                await runtime.outbox.publish([cancel_message(call_id, ruling.name, "timed out")])
+            if ruling.verdict is Verdict.UNKNOWN and reply.kind is not ReplyKind.TIMEOUT:
+                detail = f"no call {call_id} is known here: it was never made, or its task was removed by retention"
+                await bury(runtime, delivery, MalformedMessage("unknown_call", detail))
+                return
+            await self._go_on(delivery, ruling, is_ending=arrival.state is not None, trigger_name=str(call_id))
+
+    async def _resume(self, delivery: Delivery, task_id: TaskId, epoch: int) -> None:
+        runtime = self._runtime
+        trigger_name = f"resume:{epoch}:{task_id}"  # the row names it too, but there it needs no task id
+        if self._reattaches(delivery, trigger_name):
+            return
+        ruling = await runtime.gate.insist(
+            lambda is_in_doubt: runtime.store.resume(Wake(task_id, epoch, delivery.is_redelivered or is_in_doubt))
+        )
+        if ruling.verdict is Verdict.GRANTED:
+            runtime.metrics.picked_up.labels("resume").inc()
+        await self._go_on(delivery, ruling, is_ending=False, trigger_name=trigger_name)
+
+    async def _go_on(self, delivery: Delivery, ruling: Ruling, *, is_ending: bool, trigger_name: str) -> None:
+        """Send what is unsent; then run the task if it was granted, else ack."""
+        await send_unsent(self._runtime, ruling)
+        task = ruling.task
+        if ruling.verdict is Verdict.GRANTED:
+            assert task is not None
+            handler = self._runtime.app.find_handler(task.handler)
+            live = live_from_task(task, ruling.history, handler=handler, trigger=delivery, trigger_name=trigger_name)
+            await self._run(live)
+            return
+        if ruling.verdict is Verdict.RECORDED and is_ending and task is not None and task.state is TaskState.RUNNING:
+            # A live run, here or elsewhere, may be kept busy by a step: let it know before it looks by itself.
+            await self._runtime.outbox.publish([Outgoing(*poke_message(self._runtime.app.names, task.task_id), True)])
+        delivery.ack()
+
+    async def _run(self, live: Live) -> None:
+        runtime = self._runtime
+        if runtime.slots.waiting_resume_count >= max(1, runtime.settings.reply_prefetch // 2):
+            # Recording replies must never wait for a slot: leave this one to whoever has room, by way of the sweeper.
+            renewal = Renewal(live.task_id, live.epoch)
+            await runtime.gate.insist(lambda _: runtime.store.give_back([renewal], lease=OVERFLOW_LEASE, detaches=True))
+            runtime.hints.give([OVERFLOW_LEASE])
+            live.ack()
+            return
+        runtime.metrics.resumed.inc()
+        log.info("task_resumed", task_id=str(live.task_id), epoch=live.epoch)
+        await self._executor.execute(live, is_resume=True)
+
+    def _reattaches(self, delivery: Delivery, trigger_name: str) -> bool:
+        """A message that comes back while the run it triggered lives in this very process belongs to that run."""
+        live = self._runtime.lives.find_by_trigger(trigger_name) if delivery.is_redelivered else None
+        if live is None or live.is_settled:
+            return False
+        log.info("trigger_reattached", task_id=str(live.task_id))
+        live.attach(delivery)
+        return True
+
+    def _count(self, verdict: Verdict) -> None:
+        metrics = self._runtime.metrics
+        metrics.claims.labels("woke" if verdict is Verdict.GRANTED else verdict.value).inc()
+        if verdict is Verdict.LATE:
+            metrics.late_replies.inc()
+
+
+def _subject_of(reply: Reply) -> UUID:
+    """The task a resume names, the call anything else answers."""
+    try:
+        return UUID((reply.task if reply.kind is ReplyKind.RESUME else reply.correlation_id) or "")
+    except ValueError:
+        detail = "its correlation_id is none that this service ever used"
+        raise MalformedMessage("unknown_call", detail) from None
+
+
+def _arrival_of(reply: Reply, call_id: CallId) -> Arrival:
+    match reply.kind:
+        case ReplyKind.RESULT:
+            return Arrival(call_id, CallState.OK, to_blob(reply.body))
+        case ReplyKind.ERROR:
+            return Arrival(call_id, CallState.FAILED, encode(reply.problem))
+        case ReplyKind.PROGRESS:
+            progress = reply.progress
+            assert progress is not None
+            told = {"done": progress.done, "total": progress.total, "message": progress.message}
+            return Arrival(call_id, None, b"", progress=told)
+        case ReplyKind.TIMEOUT | ReplyKind.RESUME:
+            return Arrival(call_id, CallState.TIMED_OUT, encode(problem("timed_out", detail="no answer in time")))

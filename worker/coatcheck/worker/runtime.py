@@ -1,0 +1,39 @@
+"""The parts of a running worker that its hops share. Put together in `worker.py`, handed to everyone else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coatcheck.broker.bodies import Limits
+from coatcheck.store.store import Store
+from coatcheck.worker.app import App
+from coatcheck.worker.gate import StoreGate
+from coatcheck.worker.live import LiveRuns, Slots
+from coatcheck.worker.metrics import Metrics
+from coatcheck.worker.outbox import Hints, Marks, Outbox
+from coatcheck.worker.settings import Checkpointing, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    app: App
+    settings: Settings
+    limits: Limits
+    metrics: Metrics
+    outbox: Outbox
+    lives: LiveRuns
+    slots: Slots
+    hints: Hints
+    store: Store
+    gate: StoreGate
+    marks: Marks
+    private_queue: str | None = None
+    """Where replies to in-RAM waits arrive; None when every wait is a row."""
+
+    @property
+    def uses_store(self) -> bool:
+        return self.settings.checkpointing is not Checkpointing.OFF
+
+    @property
+    def may_use_ram(self) -> bool:
+        return self.settings.checkpointing is not Checkpointing.REQUIRED

@@ -1,0 +1,356 @@
+"""Every setting, where it comes from, what it may be.
+
+A value comes from code (an override), else from the environment (`COATCHECK_*`), else from the default written here.
+Each field carries its rule; the complaint about a bad value names the field or variable, the value and the limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import getpass
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Annotated, Any, Protocol, Self, TypeVar, get_type_hints
+from urllib.parse import quote, urlsplit
+
+from coatcheck.broker.topology import SWEEPER_QUEUE
+from coatcheck.errors import InvalidSettings
+
+__all__ = ["ENVIRONMENT", "Checkpointing", "LogFormat", "LogLevel", "Settings", "SettingsWarning", "redacted"]
+
+PREFIX = "COATCHECK_"
+DEFAULT_BROKER = "amqp://guest:guest@localhost:5672/"
+BROKER_SCHEMES = ("amqp", "amqps", "memory")
+STORE_SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
+# Variables with our prefix that belong to the test suite and the tools, not to a worker.
+_NOT_OURS = ("COATCHECK_TEST_", "COATCHECK_CRASH", "COATCHECK_PG_BIN")
+
+_KIB = 1024
+_MIB = 1024 * _KIB
+_MS = timedelta(milliseconds=1)
+_HOUR = timedelta(hours=1)
+_LONGEST = timedelta(days=3650)
+_AMQP_MAX_PREFETCH = 65_535
+
+_Ordered = TypeVar("_Ordered", int, timedelta)
+
+
+class SettingsWarning(UserWarning):
+    """A variable that looks like ours and has no effect."""
+
+
+class Checkpointing(StrEnum):
+    """What a task does when it must wait: needs Postgres, prefers it, or stays in RAM."""
+
+    REQUIRED = "required"
+    PREFERRED = "preferred"
+    OFF = "off"
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    CONSOLE = "console"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def default_store() -> str:
+    """Return the store used when none is named: the database `coatcheck` on this machine, as the current user."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a uid that has no name
+        user = "postgres"
+    return f"postgresql://{quote(user, safe='')}@localhost:5432/coatcheck"
+
+
+class Rule(Protocol):
+    """How a field reads a value. `parse` returns it in the field's own type, or raises ValueError with the limit."""
+
+    @property
+    def about(self) -> str: ...
+
+    def parse(self, value: object) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    about: str
+
+    def parse(self, value: object) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError("must be a text")
+        return value.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    about: str
+    low: int
+    high: int
+
+    def parse(self, value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}", value.strip()):
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError("must be a whole number")
+        return _within(value, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    about: str
+    low: int
+    high: int
+
+    def parse(self, value: object) -> int:
+        if isinstance(value, str):
+            found = re.fullmatch(r"([0-9]{1,15})\s*([a-z]*)", value.strip().lower())
+            if found is None or found[2] not in _SIZE_UNITS:
+                raise ValueError("must be a size, such as 1048576, 256KB or 1MB")
+            value = int(found[1]) * _SIZE_UNITS[found[2]]
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError("must be a whole number of bytes")
+        return _within(value, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    about: str
+    low: timedelta = timedelta(0)
+    high: timedelta = _LONGEST
+
+    def parse(self, value: object) -> timedelta:
+        if isinstance(value, str):
+            found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([a-z]*)", value.strip().lower())
+            if found is None or found[2] not in _TIME_UNITS_S:
+                raise ValueError("must be a duration: seconds (30, 0.5), or 500ms, 30s, 5m, 1h, 2d")
+            value = float(found[1]) * _TIME_UNITS_S[found[2]]
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12:
+            value = timedelta(seconds=value)
+        if not isinstance(value, timedelta):
+            raise ValueError("must be a duration: a timedelta, or seconds")
+        return _within(value, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    about: str
+    kind: type[StrEnum]
+
+    def parse(self, value: object) -> StrEnum:
+        for each in self.kind:
+            if isinstance(value, str) and value.strip().lower() == each.value:
+                return each
+        raise ValueError(f"must be one of {', '.join(self.kind)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    about: str
+    schemes: tuple[str, ...]
+
+    def parse(self, value: object) -> str:
+        if not isinstance(value, str) or urlsplit(value.strip()).scheme.lower() not in self.schemes:
+            raise ValueError(f"must be a URL that begins with {' or '.join(f'{each}://' for each in self.schemes)}")
+        return value.strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Settings:
+    """What a worker, a sweeper or a client runs with. Values are checked at construction: InvalidSettings.
+
+    A duration may be given as a timedelta, a number of seconds, or a text such as `30s`, `5m`, `1h`, `2d`; it is a
+    timedelta afterwards. The same goes for the other kinds: what can be written in the environment can be passed here.
+    """
+
+    broker: Annotated[str, Url("where messages travel: amqp://user:password@host:port/vhost", BROKER_SCHEMES)] = (
+        DEFAULT_BROKER
+    )
+    store: Annotated[str, Url("where waiting tasks are kept: postgresql://user@host:port/database", STORE_SCHEMES)] = (
+        field(default_factory=default_store)
+    )
+    checkpointing: Annotated[
+        Checkpointing,
+        Choice(
+            "waiting tasks need Postgres (required), fall back to RAM (preferred), stay in RAM (off)", Checkpointing
+        ),
+    ] = Checkpointing.REQUIRED
+
+    concurrency: Annotated[int, Count("handlers that run at once in one process", 1, _AMQP_MAX_PREFETCH)] = 100
+    request_prefetch: Annotated[
+        int, Count("requests a process holds at once; 0 means as many as handlers run", 0, _AMQP_MAX_PREFETCH)
+    ] = 0
+    reply_prefetch: Annotated[int, Count("replies a process holds at once", 1, _AMQP_MAX_PREFETCH)] = 500
+
+    lease: Annotated[
+        timedelta, Duration("how long a run may go unrenewed before another replica takes it over", 100 * _MS, _HOUR)
+    ] = timedelta(seconds=60)
+    long_run_limit: Annotated[
+        timedelta,  # The upper limit stays below RabbitMQ's consumer timeout of 30 minutes.
+        Duration("after it a run's message is acknowledged; the run keeps its lease", 100 * _MS, timedelta(minutes=25)),
+    ] = timedelta(minutes=5)
+    grace: Annotated[timedelta, Duration("time a stopping process has to put its runs down")] = timedelta(seconds=30)
+    max_pickups: Annotated[int, Count("attempts of a task whose runs end with their process", 1, 1000)] = 5
+
+    max_body: Annotated[int, Size("largest message body, in bytes", _KIB, 128 * _MIB)] = _MIB
+    max_depth: Annotated[int, Count("deepest nesting of a message body", 4, 400)] = 64
+    max_fan_out: Annotated[int, Count("open calls of one task", 1, 1_000_000)] = 10_000
+    checkpoint_warn: Annotated[int, Size("bytes of a checkpoint that are worth a warning", 1, 1024 * _MIB)] = 256 * _KIB
+    checkpoint_refuse: Annotated[int, Size("bytes of a checkpoint that fail its task", _KIB, 1024 * _MIB)] = 2 * _MIB
+
+    call_timeout: Annotated[timedelta, Duration("how long a call without a timeout of its own may take", _MS)] = _HOUR
+    dedup_window: Annotated[timedelta, Duration("how long a finished task answers duplicates of its request")] = (
+        timedelta(hours=24)
+    )
+    keep_failures: Annotated[timedelta, Duration("how long failed tasks are kept")] = timedelta(days=30)
+    sweep_interval: Annotated[
+        timedelta, Duration("longest pause between two looks of the sweeper", 10 * _MS, _HOUR)
+    ] = timedelta(seconds=5)
+
+    sweeper_queue: Annotated[
+        str, Text("queue that wakes the sweepers of this store; give each store on one broker its own")
+    ] = SWEEPER_QUEUE
+
+    health_port: Annotated[
+        int | None, Count("port of /livez, /readyz and /metrics; 0: any free port; unset: none of them", 0, 65_535)
+    ] = None
+    health_host: Annotated[str, Text("address those are served on; 0.0.0.0 inside a container")] = "127.0.0.1"
+    log_format: Annotated[
+        LogFormat | None, Choice("json or console; unset: json unless stderr is a terminal", LogFormat)
+    ] = None
+    log_level: Annotated[LogLevel, Choice("lowest level that is written", LogLevel)] = LogLevel.INFO
+
+    def __post_init__(self) -> None:
+        for name in _RULES:
+            # Frozen from here on; this is still construction.
+            object.__setattr__(self, name, _checked(name, getattr(self, name), label=name))
+        if self.request_prefetch == 0:
+            object.__setattr__(self, "request_prefetch", self.concurrency)
+        if self.checkpoint_warn > self.checkpoint_refuse:
+            raise InvalidSettings(
+                f"checkpoint_warn={self.checkpoint_warn}: must not exceed checkpoint_refuse={self.checkpoint_refuse}"
+            )
+        if self.keep_failures < self.dedup_window:
+            raise InvalidSettings(
+                f"keep_failures={_printable(self.keep_failures)}: must not be shorter than "
+                f"dedup_window={_printable(self.dedup_window)}, for a failure answers duplicates too"
+            )
+
+    @classmethod
+    def load(cls, *, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
+        """Return the settings of this process: `overrides` first, then the environment, then the defaults.
+
+        An override of None counts as not given, and so does an empty variable. An unknown variable with our prefix
+        is a SettingsWarning with the nearest known name. Raises InvalidSettings.
+        """
+        environ = os.environ if environ is None else environ
+        _warn_unknown(environ)
+        for name in overrides:
+            if name not in _RULES:
+                raise InvalidSettings(f"there is no setting `{name}`{_nearest(name, _RULES)}")
+        chosen = {name: value for name, value in overrides.items() if value is not None}
+        for name in _RULES:
+            written = environ.get(_variable(name), "").strip()
+            if written and name not in chosen:
+                chosen[name] = _checked(name, written, label=_variable(name))
+        return cls(**chosen)
+
+    def describe(self) -> dict[str, object]:
+        """Return all settings in a form fit for logs: no password in any of them."""
+        return {name: _printable(getattr(self, name)) for name in _RULES}
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.describe().items())})"
+
+
+_SECRET_IN_URL = re.compile(r"://([^:/?#\s@]*):\S{0,4096}@")
+_SECRET_PARAMETER = re.compile(r"(?i)\b(password|passwd|pwd|sslpassword|secret|token|api_key)=[^&\s'\"]+")
+
+
+def redacted(text: str) -> str:
+    """Return `text` with the passwords of its URLs replaced by ***. When in doubt it hides too much."""
+    if "://" in text:
+        text = _SECRET_IN_URL.sub(r"://\1:***@", text)
+    if "=" in text:
+        text = _SECRET_PARAMETER.sub(r"\1=***", text)
+    return text
+
+
+_SIZE_UNITS = {"": 1, "b": 1, "k": _KIB, "kb": _KIB, "kib": _KIB, "m": _MIB, "mb": _MIB, "mib": _MIB}
+_TIME_UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def _checked(name: str, value: object, *, label: str) -> object:
+    """Return the value in the field's own type; `label` is how the complaint calls it."""
+    if value is None and name in _OPTIONAL:
+        return None
+    try:
+        return _RULES[name].parse(value)
+    except ValueError as error:
+        raise InvalidSettings(f"{label}={_printable(value)}: {error}") from None
+
+
+def _within(value: _Ordered, low: _Ordered, high: _Ordered) -> _Ordered:
+    if not low <= value <= high:
+        raise ValueError(f"must be between {_printable(low)} and {_printable(high)}")
+    return value
+
+
+def _warn_unknown(environ: Mapping[str, str]) -> None:
+    for name in environ:
+        if name.startswith(PREFIX) and name not in ENVIRONMENT and not name.startswith(_NOT_OURS):
+            text = f"the variable {name} has no effect{_nearest(name, ENVIRONMENT)}"
+            warnings.warn(text, SettingsWarning, stacklevel=3)
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _printable(value: object) -> object:
+    if isinstance(value, timedelta):
+        return _printable_duration(value)
+    if isinstance(value, StrEnum):
+        return value.value
+    return redacted(value) if isinstance(value, str) else value
+
+
+def _printable_duration(value: timedelta) -> str:
+    """Write a duration the way the environment spells it, in the largest unit that leaves no rest."""
+    for unit in ("d", "h", "m"):
+        size = timedelta(seconds=_TIME_UNITS_S[unit])
+        if value and not value % size:
+            return f"{value // size}{unit}"
+    return f"{value.total_seconds():.10g}s"
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _rule_of(name: str, hint: Any) -> Rule:
+    rules: tuple[Rule, ...] = getattr(hint, "__metadata__", ())
+    assert len(rules) == 1, f"Settings.{name} needs exactly one rule"
+    return rules[0]
+
+
+_RULES: Mapping[str, Rule] = {
+    name: _rule_of(name, hint) for name, hint in get_type_hints(Settings, include_extras=True).items()
+}
+_OPTIONAL = frozenset(each.name for each in dataclasses.fields(Settings) if each.default is None)
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType({_variable(name): rule.about for name, rule in _RULES.items()})
+"""Every variable a process of ours reads, and what it is for."""

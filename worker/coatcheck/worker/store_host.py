@@ -1,0 +1,242 @@
+"""A run's way to its rows: commit, then publish. Every write carries the run's epoch and the checkpoint it follows.
+
+If we die before the commit, nothing happened and the unacked trigger comes back. After the commit and before the
+publish: the rows say which calls are not known to be sent, and the trigger that comes back, or the sweeper, sends
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import structlog
+
+from coatcheck.broker.port import Outgoing
+from coatcheck.broker.wire import Progress, make_progress
+from coatcheck.errors import BrokerUnavailable, CheckpointRefused, StoreUnavailable
+from coatcheck.store.blobs import COMPRESS_ABOVE_BYTES, unpack
+from coatcheck.store.rows import (
+    Again,
+    Birth,
+    Changes,
+    Committed,
+    Finish,
+    Going,
+    Hold,
+    Kind,
+    NewCall,
+    Park,
+    Peer,
+    Put,
+    PutDone,
+    PutRefused,
+    Request,
+    Ruling,
+    Verdict,
+)
+from coatcheck.worker.host import Superseded
+from coatcheck.worker.live import Live
+from coatcheck.worker.messages import peer_of_new
+from coatcheck.worker.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+
+class StoreHost:
+    """The host of a run whose waits are rows in Postgres."""
+
+    def __init__(self, live: Live, runtime: Runtime) -> None:
+        self._live = live
+        self._runtime = runtime
+        self._telling: asyncio.Task[None] | None = None
+        self._open_count = len(live.history.open_calls)
+
+    @property
+    def recorder(self) -> StoreHost | None:
+        """Whoever writes this run's rows; None for a run that has none and will have none."""
+        return self
+
+    async def close(self) -> None:
+        """The run has ended; its leftovers were closed by the commit that ended it."""
+
+    async def before_first_effect(self) -> None:
+        """Write the row before the first step runs, so that copies of one request on two replicas leave one effect.
+
+        Raises Superseded if there is a row already. A request without identity has no copies anybody could tell.
+        """
+        live = self._live
+        async with live.writing:  # another branch's calls may be on their way to make the row themselves
+            if live.birth is not None and live.identity is not None:
+                self._take(await self._accept(live.birth))
+
+    async def _accept(self, birth: Birth) -> Ruling:
+        # In doubt whether an earlier try was committed, we ask as if the request had come back: then our row is ours.
+        return await self._runtime.gate.insist(
+            lambda is_in_doubt: self._runtime.store.accept(Request(birth, is_redelivered=is_in_doubt))
+        )
+
+    def _take(self, ruling: Ruling) -> None:
+        if ruling.verdict is not Verdict.GRANTED or ruling.task is None:
+            raise Superseded
+        live = self._live
+        live.birth = None
+        live.epoch, live.checkpoint, live.seen = ruling.task.epoch, ruling.task.checkpoint, ruling.task.seq
+        live.pickups = ruling.task.pickups
+        live.renewed_s = time.monotonic()
+
+    async def commit(self, changes: Changes) -> Committed:
+        """Record, then publish. With `waits` the task is parked unless a reply that met a group is already in."""
+        lease = self._runtime.settings.lease
+        done = await self.put(changes, Going(lease) if changes.waits is None else Park(changes.waits, lease))
+        self._open_count -= sum(news.call_id is not None for news in done.news)
+        await self.send(changes.opens, done.cancels)
+        return Committed(done.is_parked, done.news)
+
+    async def refresh(self) -> None:
+        """Hand the live run what ended since it last looked: somebody claimed a reply of it."""
+        if self._live.run is not None and self._live.has_row:
+            self._live.run.deliver((await self.put(Changes(), Going(self._runtime.settings.lease))).news)
+
+    async def detach(self) -> None:
+        """Put the run under its lease alone, so that its trigger can be acked while it goes on.
+
+        Raises StoreUnavailable at once when Postgres is away: whoever waits here keeps the run's own writes waiting.
+        """
+        await self.put(Changes(), Going(self._runtime.settings.lease, is_detached=True), is_patient=False)
+        self._live.ack()
+        self._live.trigger = None
+        self._live.copies.clear()
+        for follower in self._live.followers:
+            follower.requeue()  # the row takes it from here
+
+    async def put(
+        self, changes: Changes, end: Going | Park | Finish | Again | Hold, *, is_patient: bool = True
+    ) -> PutDone:
+        """Write, for as long as it takes Postgres to answer. Raises Superseded if the task is another replica's.
+
+        With `is_patient` false it raises StoreUnavailable, if nothing can have been written.
+        """
+        self._check_size(changes)
+        live = self._live
+        async with live.writing:
+            if live.is_put_down:
+                raise Superseded  # by ourselves: whoever wanted to look or to detach came too late
+            if isinstance(end, Finish):  # asked under the lock: a detach may just have taken the trigger away
+                end = replace(end, is_detached=live.is_detached or live.trigger is None)
+            put = Put(
+                task_id=live.task_id,
+                epoch=live.epoch,
+                follows=live.checkpoint,
+                seen=live.seen,
+                changes=changes,
+                end=end,
+                birth=live.birth,
+                progress=live.progress,
+            )
+            asked_s = time.monotonic()
+            answer = await (self._write(put) if is_patient else self._write_at_once(put))
+            if isinstance(answer, PutRefused):
+                self._runtime.metrics.fenced.inc()
+                live.is_fenced = live.has_row
+                raise Superseded
+            live.birth = None
+            live.renewed_s = max(live.renewed_s, asked_s)
+            live.epoch, live.checkpoint = answer.epoch, answer.checkpoint
+            live.seen = max((news.seq for news in answer.news), default=live.seen)
+            live.is_detached = live.is_detached or (isinstance(end, Going) and end.is_detached)
+            live.is_put_down = answer.is_parked or not isinstance(end, Going | Park)
+            if answer.task is not None:
+                live.addresses = answer.task.addresses
+            return answer
+
+    async def _write(self, put: Put, *, was_in_doubt: bool = False) -> PutDone | PutRefused:
+        async def write(is_in_doubt: bool) -> PutDone | PutRefused:
+            self._live.is_in_doubt = was_in_doubt or is_in_doubt
+            return await self._runtime.store.put(put)
+
+        return await self._runtime.gate.insist(write)
+
+    async def _write_at_once(self, put: Put) -> PutDone | PutRefused:
+        """Try once. Only if the commit is in doubt must the row be waited for and believed."""
+        if not self._runtime.gate.is_open:
+            raise StoreUnavailable("Postgres is away")
+        try:
+            return await self._runtime.store.put(put)
+        except StoreUnavailable as error:
+            if error.is_in_doubt:
+                return await StoreHost._write(self, put, was_in_doubt=True)
+            raise
+
+    async def send(self, opens: Sequence[NewCall], cancels: Sequence[Peer]) -> None:
+        """Publish what a commit recorded. If the broker is away, the rows remember, and the trigger comes back."""
+        calls = [
+            peer_of_new(
+                call, task_id=self._live.task_id, service=self._runtime.app.service, traceparent=self._live.traceparent
+            )
+            for call in opens
+        ]
+        try:
+            await self._runtime.outbox.send_calls(calls)
+            await self._runtime.outbox.cancel_calls(cancels, "its task gave the call up")
+        except BrokerUnavailable as error:
+            self._live.is_unsent = True
+            log.warning("calls_not_sent", error=str(error), call_count=len(calls))
+            return
+        self._open_count += sum(call.kind is not Kind.SEND for call in calls)
+        self._runtime.marks.add(calls)
+        self._runtime.hints.give(delay for call in opens for delay in (call.idle, call.hard))
+
+    def progress(self, done: float | None, total: float | None, message: str | None) -> None:
+        """Tell whoever asked; of several in a moment only the last leaves."""
+        text = message.replace("\0", "\\0") if message is not None else None  # jsonb takes no NUL
+        report: dict[str, Any] = {"done": done, "total": total, "message": text}
+        self._live.progress = report | {"at": datetime.now(UTC).isoformat()}
+        if self._telling is None and self._live.addresses:
+            self._telling = asyncio.create_task(self._tell(), name="progress")
+
+    async def _tell(self) -> None:
+        told = None
+        try:
+            while told is not self._live.progress:
+                told = self._live.progress
+                assert told is not None
+                progress = Progress(told["done"], told["total"], told["message"])
+                await self._runtime.outbox.publish(
+                    Outgoing(to.reply_to, make_progress(progress, to.correlation_id))
+                    for to in self._live.addresses
+                    if to.correlation_id is not None
+                )
+        except BrokerUnavailable as error:
+            log.debug("progress_not_sent", error=str(error))  # the next one will be
+        finally:
+            self._telling = None
+
+    def _check_size(self, changes: Changes) -> None:
+        settings = self._runtime.settings
+        size = sum(len(entry.value) for entry in changes.entries) + sum(len(call.body) for call in changes.opens)
+        for call in changes.opens:
+            if len(call.body) > COMPRESS_ABOVE_BYTES and (raw := len(unpack(call.body)[1])) > settings.max_body:
+                raise CheckpointRefused(
+                    "call_too_large",
+                    f"a call to {call.peer!r} of {raw:,} bytes is over the limit of {settings.max_body:,}; "
+                    "keep large values elsewhere and pass references, or raise COATCHECK_MAX_BODY",
+                )
+        if size > settings.checkpoint_refuse:
+            raise CheckpointRefused(
+                "checkpoint_too_large",
+                f"a commit of {size:,} bytes is over the limit of {settings.checkpoint_refuse:,}; keep large values "
+                "elsewhere and pass references, or raise COATCHECK_CHECKPOINT_REFUSE",
+            )
+        if size > settings.checkpoint_warn:
+            log.warning("checkpoint_large", size=size, warn_at=settings.checkpoint_warn)
+        if self._open_count + len(changes.opens) > settings.max_fan_out:
+            raise CheckpointRefused(
+                "too_many_calls",
+                f"{self._open_count + len(changes.opens):,} open calls are over the limit of {settings.max_fan_out:,}; "
+                "work in portions, or raise COATCHECK_MAX_FAN_OUT",
+            )

@@ -1,0 +1,91 @@
+"""What a branch waits for in the journal: slots, one for each key, joined in waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from coatcheck.store.rows import CallId, Group, Kind, Recorded
+from coatcheck.worker.tracking import Durable
+
+__all__ = ["Reader", "Slot", "Ticket", "Wait"]
+
+
+class Ticket(Protocol):
+    """Something that an ended entry is handed to."""
+
+    key: str
+    is_live: bool
+
+    def settle(self, recorded: Recorded) -> bool:
+        """Take what was recorded; tell whether a branch moves because of it."""
+
+
+class Reader(Protocol):
+    """Who turns what was recorded into a value, or into the error to raise."""
+
+    def read(self, recorded: Recorded) -> tuple[Any, Exception | None]: ...
+
+
+class Slot:
+    """One key that a branch waits for."""
+
+    __slots__ = ("call_id", "error", "is_ended", "is_live", "key", "kind", "reader", "value", "wait")
+
+    def __init__(self, key: str, kind: Kind, reader: Reader) -> None:
+        self.key = key
+        self.kind = kind
+        self.reader = reader
+        self.call_id: CallId | None = None
+        self.is_live = True
+        self.is_ended = False
+        self.value: Any = None
+        self.error: Exception | None = None
+        self.wait: Wait | None = None
+
+    def settle(self, recorded: Recorded) -> bool:
+        assert self.wait is not None
+        self.is_live = False
+        self.is_ended = True
+        self.value, self.error = self.reader.read(recorded)
+        return self.wait.add(self)
+
+
+class Wait:
+    """Some slots, and how many of them must succeed; `need=None`: all must end."""
+
+    __slots__ = ("_ok_count", "ended", "future", "need", "slots")
+
+    def __init__(self, slots: Sequence[Slot], need: int | None) -> None:
+        self.slots = slots
+        self.need = need
+        self.ended: list[Slot] = []
+        self.future: Durable | None = None
+        self._ok_count = 0
+        for slot in slots:
+            slot.wait = self
+
+    @property
+    def is_over(self) -> bool:
+        if self.need is None:
+            return len(self.ended) == len(self.slots)
+        still_open = len(self.slots) - len(self.ended)
+        return self._ok_count >= self.need or self._ok_count + still_open < self.need
+
+    def add(self, slot: Slot) -> bool:
+        """Count a slot that has just ended; tell whether this ends the wait."""
+        self.ended.append(slot)
+        if slot.error is None:
+            self._ok_count += 1
+        if not self.is_over:
+            return False
+        if self.future is not None:
+            self.future.settle(None)
+        return True
+
+    def group(self) -> Group | None:
+        """The wait as the rows see it: what is still open of it. None: nothing is."""
+        calls = tuple(slot.call_id for slot in self.slots if slot.call_id is not None and not slot.is_ended)
+        if not calls:
+            return None
+        return Group(calls, None if self.need is None else self.need - self._ok_count)

@@ -1,0 +1,418 @@
+"""The lazy objects behind ctx.call, ctx.step and their like: numbered when made, begun when awaited.
+
+Each is a coroutine to asyncio, so `await`, `create_task`, `gather`, `TaskGroup` and the rest take it as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from coatcheck.errors import CallFailed, CallTimedOut, StepFailed
+from coatcheck.store import blobs
+from coatcheck.store.rows import CallId, CallState, Kind, NewCall, Recorded
+from coatcheck.worker.keys import NO_DIGEST, Wanted
+from coatcheck.worker.problems import problem
+from coatcheck.worker.retry import Retry
+from coatcheck.worker.tracking import Joint
+from coatcheck.worker.waits import Slot, Wait
+
+if TYPE_CHECKING:
+    from coatcheck.worker.run import Run
+
+__all__ = ["CallWork", "GroupWork", "SendWork", "SleepWork", "StepWork", "Work"]
+
+T = TypeVar("T")
+Steps = Generator[Any, Any, T]
+
+
+class Work(Coroutine[Any, Any, T]):
+    """Durable work that nobody has awaited yet. It can be awaited once."""
+
+    is_coatcheck_work = True
+    __slots__ = ("__weakref__", "_is_begun", "_steps", "run", "wanted")
+
+    def __init__(self, run: Run, wanted: Wanted) -> None:
+        self.run = run
+        self.wanted = wanted
+        self._steps: Steps[T] | None = None
+        self._is_begun = False
+
+    @abstractmethod
+    def perform(self) -> Steps[T]:
+        """Do the work: yield what it waits on, return its value."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the work is one row and nothing else, so that it can be a member of a durable group."""
+        return False
+
+    def begin(self) -> None:
+        """Count as awaited. Raises RuntimeError the second time."""
+        if self._is_begun:
+            raise RuntimeError(
+                f"{self} was awaited before. To wait for it in two places, make a task of it: "
+                "task = asyncio.create_task(...), and await the task"
+            )
+        self._is_begun = True
+
+    def _start(self) -> Steps[T]:
+        self.begin()
+        if self.run.is_stopping:
+            return self.run.refuse()
+        return self.perform()
+
+    def __await__(self) -> Steps[T]:
+        return self._start()
+
+    def send(self, value: Any) -> Any:
+        if self._steps is None:
+            self._steps = self._start()
+        return self._steps.send(value)
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
+        error = typ if val is None else val
+        if self._steps is None:
+            self._is_begun = True
+            raise error
+        return self._steps.throw(error)
+
+    def close(self) -> None:
+        self._is_begun = True
+        if self._steps is not None:
+            self._steps.close()
+
+    def __str__(self) -> str:
+        return f"ctx.{self.wanted.kind}({self.wanted.name!r})"
+
+    def __repr__(self) -> str:
+        return f"<{self} key={self.wanted.key!r}>"
+
+    def __del__(self) -> None:
+        if not self._is_begun and not self.run.is_put_down:
+            warnings.warn(
+                f"{self} was never awaited, so nothing happened: write `await {self}`",
+                RuntimeWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+
+class RowWork(Work[T]):
+    """Work that is one row in the call table: a call or a timer."""
+
+    __slots__ = ("row_key",)
+
+    @abstractmethod
+    def open_row(self, key: str, call_id: CallId) -> NewCall:
+        """The row that opens the work."""
+
+    @abstractmethod
+    def read(self, recorded: Recorded) -> tuple[Any, Exception | None]:
+        """What a recorded end means to the handler: a value, or the error it raises."""
+
+    def make_slot(self) -> Slot:
+        """Find or open the work's row. May hold the run as a mismatch."""
+        key = self.run.find(self.wanted)
+        slot = Slot(key, self.wanted.kind, self)
+        self.run.ledger.open_slot(slot, self.open_row)
+        return slot
+
+    def perform(self) -> Steps[T]:
+        slot = self.make_slot()
+        yield from self.run.wait(Wait((slot,), None))
+        if slot.error is not None:
+            raise self.run.ledger.failed(slot.error, (slot.key,))
+        value: T = slot.value
+        return value
+
+
+class SleepWork(RowWork[None]):
+    """A timer row."""
+
+    __slots__ = ("delay",)
+
+    def __init__(self, run: Run, wanted: Wanted, *, delay: timedelta) -> None:
+        super().__init__(run, wanted)
+        self.delay = delay
+
+    @property
+    def is_plain(self) -> bool:
+        return True
+
+    def open_row(self, key: str, call_id: CallId) -> NewCall:
+        return NewCall(call_id, key, Kind.TIMER, self.wanted.name, NO_DIGEST, hard=self.delay)
+
+    def read(self, recorded: Recorded) -> tuple[Any, Exception | None]:
+        return None, None
+
+    def __str__(self) -> str:
+        return f"ctx.sleep({self.delay.total_seconds():g})"
+
+
+class CallWork(RowWork[Any]):
+    """A message to a peer and the wait for its reply, with as many tries as its policy allows."""
+
+    __slots__ = ("body", "handler", "hard", "idle", "peer", "retry", "returns")
+
+    def __init__(
+        self, run: Run, wanted: Wanted, *, peer: str, body: Any, handler: str | None,
+        idle: timedelta | None, hard: timedelta, retry: Retry | None, returns: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(run, wanted)
+        self.peer = peer
+        self.body = body
+        self.handler = handler
+        self.idle = idle
+        self.hard = hard
+        self.retry = retry
+        self.returns = returns
+
+    @property
+    def is_plain(self) -> bool:
+        return self.retry is None
+
+    def open_row(self, key: str, call_id: CallId) -> NewCall:
+        base = key.partition("~")[0]
+        return NewCall(
+            call_id, key, Kind.CALL, self.wanted.name, self.wanted.digest,
+            peer=self.peer, body=blobs.encode(self.body), handler=self.handler, idle=self.idle, hard=self.hard,
+            headers={"cc-key": f"{self.run.task_id}:{base}"},
+        )  # fmt: skip
+
+    def read(self, recorded: Recorded) -> tuple[Any, Exception | None]:
+        if recorded.state is not CallState.OK:
+            return None, _call_error(self.peer, recorded)
+        try:
+            return blobs.decode(recorded.value, self.returns), None
+        except (msgspec.ValidationError, TypeError) as error:
+            document = problem(
+                "unexpected_reply", "The reply does not fit `returns`", status=502, detail=str(error), retryable=False
+            )
+            text = f"the reply of {self.peer!r} does not fit returns={self.returns!r}: {error}"
+            return None, CallFailed(text, problem=document)
+
+    def perform(self) -> Steps[Any]:
+        slot = self.make_slot()
+        keys = [slot.key]
+        for attempt in range(1, 1_000_000):
+            yield from self.run.wait(Wait((slot,), None))
+            if slot.error is None:
+                return slot.value
+            delay = None if self.retry is None else self.retry.next_delay(slot.error, attempt)
+            if delay is None:
+                break
+            key = f"{keys[0]}~{attempt + 1}"
+            yield from self._back_off(f"{key}.wait", delay)
+            keys += (f"{key}.wait", key)
+            slot = Slot(key, Kind.CALL, self)
+            self.run.ledger.open_slot(slot, self.open_row)
+        assert slot.error is not None
+        raise self.run.ledger.failed(slot.error, keys)
+
+    def _back_off(self, key: str, delay: timedelta) -> Steps[None]:
+        timer = SleepWork(self.run, Wanted(key, kind=Kind.TIMER, name="@backoff", digest=NO_DIGEST), delay=delay)
+        timer.begin()
+        slot = Slot(key, Kind.TIMER, timer)
+        self.run.ledger.open_slot(slot, timer.open_row)
+        yield from self.run.wait(Wait((slot,), None))
+
+
+def _call_error(peer: str, recorded: Recorded) -> CallFailed:
+    document = read_problem(recorded)
+    text = str(document.get("detail") or document.get("title") or "no reason given")
+    if recorded.state is CallState.TIMED_OUT:
+        return CallTimedOut(f"{peer!r} did not answer in time: {text}", problem=document)
+    code = f" ({document['code']})" if document.get("code") else ""
+    return CallFailed(f"{peer!r} answered with an error: {text}{code}", problem=document)
+
+
+def read_problem(recorded: Recorded) -> dict[str, Any]:
+    """The problem document of a failure; whatever else a peer sent becomes its detail."""
+    if not recorded.value:
+        return {}
+    document = blobs.decode(recorded.value)
+    return document if isinstance(document, dict) else {"detail": str(document)}
+
+
+class SendWork(Work[None]):
+    """A message to a peer that expects no reply; it leaves with the next commit."""
+
+    __slots__ = ("body", "handler", "peer")
+
+    def __init__(self, run: Run, wanted: Wanted, *, peer: str, body: Any, handler: str | None) -> None:
+        super().__init__(run, wanted)
+        self.peer = peer
+        self.body = body
+        self.handler = handler
+
+    def perform(self) -> Steps[None]:
+        key = self.run.find(self.wanted)
+        self.run.ledger.open_send(key, self._open_row)
+        yield from ()
+
+    def _open_row(self, key: str, call_id: CallId) -> NewCall:
+        return NewCall(
+            call_id, key, Kind.SEND, self.wanted.name, self.wanted.digest,
+            peer=self.peer, body=blobs.encode(self.body), handler=self.handler,
+            headers={"cc-key": f"{self.run.task_id}:{key}"},
+        )  # fmt: skip
+
+
+class StepWork(Work[Any]):
+    """Local work, done once: its result is recorded and given back on every replay."""
+
+    __slots__ = ("arguments", "function", "retry", "returns")
+
+    def __init__(
+        self, run: Run, wanted: Wanted, *, function: Callable[..., Any], arguments: tuple[Any, ...],
+        retry: Retry | None, returns: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(run, wanted)
+        self.function = function
+        self.arguments = arguments
+        self.retry = retry
+        self.returns = returns
+
+    def read(self, recorded: Recorded) -> tuple[Any, Exception | None]:
+        if recorded.state is CallState.OK:
+            return blobs.decode(recorded.value, self.returns), None
+        document = read_problem(recorded)
+        text = f"{document.get('exception', '')}: {document.get('detail', '')}"
+        return None, StepFailed(f"step {self.wanted.name!r} failed: {text}", problem=document)
+
+    def perform(self) -> Steps[Any]:
+        key = self.run.find(self.wanted)
+        slot = Slot(key, Kind.STEP, self)
+        self.run.open_step(slot, self)
+        yield from self.run.wait(Wait((slot,), None))
+        if slot.error is not None:
+            raise self.run.ledger.failed(slot.error, (key,)) from self.run.steps.take_cause(key)
+        return slot.value
+
+
+class GroupWork(Work[Any]):
+    """ctx.gather, ctx.first, ctx.quorum: one durable group if every member is one row, else branches in RAM."""
+
+    __slots__ = ("cancel_rest", "is_lenient", "label", "members", "need")
+
+    def __init__(
+        self, run: Run, members: Sequence[Awaitable[Any]], *, label: str, need: int, is_lenient: bool, cancel_rest: bool
+    ) -> None:
+        super().__init__(run, Wanted("", kind=Kind.CALL, name=label, digest=NO_DIGEST))
+        self.members = members
+        self.label = label
+        self.need = need
+        self.is_lenient = is_lenient
+        self.cancel_rest = cancel_rest
+
+    def __str__(self) -> str:
+        return f"ctx.{self.label}(...)"
+
+    def _start(self) -> Steps[Any]:
+        if self.run.is_stopping:
+            self._close_members()
+        return super()._start()
+
+    def close(self) -> None:
+        if not self._is_begun:
+            self._close_members()
+        super().close()
+
+    def __del__(self) -> None:
+        if not self._is_begun:
+            self._close_members()  # one warning is enough
+        super().__del__()
+
+    def _close_members(self) -> None:
+        for each in self.members:
+            if asyncio.iscoroutine(each):
+                each.close()
+
+    def perform(self) -> Steps[Any]:
+        if not self.members:
+            return []
+        if all(isinstance(each, Work) and each.is_plain for each in self.members):
+            return (yield from self._in_rows())
+        return (yield from self._in_branches())
+
+    def _in_rows(self) -> Steps[Any]:
+        works = [each for each in self.members if isinstance(each, RowWork)]
+        for each in works:
+            each.begin()
+        wait = Wait([each.make_slot() for each in works], None if self.is_lenient else self.need)
+        yield from self.run.wait(wait)
+        if self.cancel_rest:
+            self.run.give_up(wait)
+        ended = [(slot.value, slot.error) for slot in wait.ended]
+        ordered = [(slot.value, slot.error) for slot in wait.slots]
+        for slot in wait.ended:
+            if slot.error is not None:
+                self.run.ledger.failed(slot.error, (slot.key,))
+        return self._conclude(ended, ordered)
+
+    def _in_branches(self) -> Steps[Any]:
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in self.members]
+        joint = Joint(asyncio.get_running_loop(), tasks, None if self.is_lenient else self.need)
+        ended: list[asyncio.Future[Any]] = []
+
+        def collect(task: asyncio.Future[Any]) -> None:
+            if not task.cancelled():
+                task.exception()  # a member that is left over may fail unseen
+            ended.append(task)
+            failed_count = sum(_error_of(each) is not None for each in ended)
+            is_over = len(ended) - failed_count >= self.need or failed_count > len(tasks) - self.need
+            if not joint.done() and (len(ended) == len(tasks) if self.is_lenient else is_over):
+                joint.set_result(len(ended))
+
+        for task in tasks:
+            task.add_done_callback(collect)
+        try:
+            count = yield from joint
+        except asyncio.CancelledError:
+            _cancel(tasks)
+            raise
+        if self.cancel_rest:
+            _cancel(tasks)
+        pairs = {id(task): _pair_of(task) for task in ended[:count]}
+        ordered = [pairs.get(id(task), (None, None)) for task in tasks]
+        return self._conclude(list(pairs.values()), ordered)
+
+    def _conclude(self, ended: Sequence[Pair], ordered: Sequence[Pair]) -> Any:
+        """Turn what ended, in its order and in that of the arguments, into the result."""
+        if self.label == "gather":
+            if self.is_lenient:
+                return [value if error is None else error for value, error in ordered]
+            for _, error in ended:
+                if error is not None:
+                    raise error
+            return [value for value, _ in ordered]
+        values = [value for value, error in ended if error is None]
+        if len(values) < self.need:
+            errors = [error for _, error in ended if error is not None]
+            raise BaseExceptionGroup(f"{self}: {len(values)} of {self.need} needed results", errors)
+        return values[0] if self.label == "first" else values[: self.need]
+
+
+Pair = tuple[Any, BaseException | None]
+
+
+def _error_of(task: asyncio.Future[Any]) -> BaseException | None:
+    return asyncio.CancelledError() if task.cancelled() else task.exception()
+
+
+def _pair_of(task: asyncio.Future[Any]) -> Pair:
+    error = _error_of(task)
+    return (None, error) if error is not None else (task.result(), None)
+
+
+def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        if not task.done():
+            task.cancel()

@@ -1,0 +1,292 @@
+"""A replica: the parts put together, consuming until told to stop.
+
+Four consumers (requests, replies, control, broadcasts) hand each delivery to a hop that sees it through to its ack.
+Stopping drains: no new deliveries, runs finish or are put down, whatever is left after the grace time goes back to
+its queue unacked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import structlog
+
+from coatcheck.broker import connect
+from coatcheck.broker.bodies import Limits
+from coatcheck.broker.port import Broker, Consumer, Delivery, Outgoing
+from coatcheck.broker.wire import make_resume
+from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, StoreUnavailable
+from coatcheck.store.migrate import newest_version
+from coatcheck.store.store import Store
+from coatcheck.worker.app import App
+from coatcheck.worker.broadcast import Broadcasts
+from coatcheck.worker.control import Orders
+from coatcheck.worker.deadletters import bury
+from coatcheck.worker.executor import Executor
+from coatcheck.worker.gate import StoreGate
+from coatcheck.worker.health import HealthServer
+from coatcheck.worker.leases import Leases
+from coatcheck.worker.live import LiveRuns, Slots
+from coatcheck.worker.metrics import Metrics
+from coatcheck.worker.outbox import Hints, Marks, Outbox
+from coatcheck.worker.ram_host import RamCalls
+from coatcheck.worker.replies import Replies
+from coatcheck.worker.requests import Requests
+from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.selftest import find_unsupported
+from coatcheck.worker.settings import Checkpointing, Settings, redacted
+
+log = structlog.get_logger(__name__)
+
+Hop = Callable[[Delivery], Coroutine[Any, Any, None]]
+
+CONTROL_PREFETCH = 20
+UNWIND_S = 6.0
+"""How long runs that are cut short may take to clean up after themselves."""
+MOST_SURPRISES = 5
+"""A delivery that fails in a way nobody foresaw is tried this often, then buried."""
+
+
+class Worker:
+    """One replica of an app. `run` returns when `stop` was called and everything is put down."""
+
+    def __init__(self, app: App, settings: Settings | None = None, *, name: str | None = None) -> None:
+        self.app = app
+        self.settings = settings or app.load_settings()
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}"
+        self.metrics = Metrics()
+        self.is_ready = False
+        self._stopping = asyncio.Event()
+        self._consumers: dict[str, Consumer] = {}
+        self._hops: set[asyncio.Task[None]] = set()
+        self._broker: Broker | None = None
+        self._gate: StoreGate | None = None
+
+    def stop(self) -> None:
+        """Begin to drain; may be called from a signal handler, and repeated."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Consume until told to stop. Raises BrokerUnavailable or InvalidSettings if it cannot start."""
+        with structlog.contextvars.bound_contextvars(service=self.app.service, replica=self.name):
+            async with AsyncExitStack() as stack:
+                await self._run(stack)
+
+    async def _run(self, stack: AsyncExitStack) -> None:
+        health = HealthServer.from_settings(
+            self.settings, live=self._live_checks, ready=self._ready_checks, metrics=self.metrics
+        )
+        if health is not None:
+            await stack.enter_async_context(health)
+        self._broker = connect(self.settings.broker, max_body=self.settings.max_body * 4)
+        await stack.enter_async_context(self._broker)
+        await self._broker.declare_service(self.app.service)
+        await self._broker.declare_sweeper(self.settings.sweeper_queue)
+        runtime = await self._assemble(stack, self._broker)
+        ram_calls = RamCalls(runtime.limits)
+        executor = Executor(runtime, ram_calls)
+        leases = Leases(runtime)
+        await self._check_store(runtime)
+        async with asyncio.TaskGroup() as group:
+            background = [group.create_task(work) for work in self._background(runtime, leases)]
+            await self._consume(group, runtime, executor, leases, ram_calls)
+            self.is_ready = True
+            for lack in find_unsupported():
+                log.warning("asyncio_differs", lack=lack, python=platform.python_version())
+            log.info("worker_started", settings=self.settings.describe(), handlers=sorted(self.app.handlers))
+            await self._stopping.wait()
+            await self._drain(runtime, leases)
+            for task in background:
+                task.cancel()
+        log.info("worker_stopped")
+
+    async def _assemble(self, stack: AsyncExitStack, broker: Broker) -> Runtime:
+        settings = self.settings
+        store = Store(settings.store, lease=settings.lease, observe=self._observe)
+        stack.push_async_callback(store.close)
+        self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, metrics=self.metrics)
+        stack.push_async_callback(self._gate.stop)
+        outbox = Outbox(broker, metrics=self.metrics)
+        is_in_ram = settings.checkpointing is not Checkpointing.REQUIRED
+        return Runtime(
+            app=self.app,
+            settings=settings,
+            limits=Limits(max_body=settings.max_body, max_depth=settings.max_depth),
+            metrics=self.metrics,
+            outbox=outbox,
+            lives=LiveRuns(),
+            slots=Slots(settings.concurrency),
+            hints=Hints(outbox, settings.sweeper_queue, sweep_interval=settings.sweep_interval),
+            store=store,
+            gate=self._gate,
+            marks=Marks(store),
+            private_queue=await broker.declare_private() if is_in_ram else None,
+        )
+
+    def _background(self, runtime: Runtime, leases: Leases) -> list[Coroutine[Any, Any, None]]:
+        return [leases.run(), runtime.marks.run()] if runtime.uses_store else []
+
+    async def _check_store(self, runtime: Runtime) -> None:
+        """Refuse to start on a schema that is missing or older; start paused when Postgres is away."""
+        if not runtime.uses_store:
+            return
+        try:
+            check_schema(await runtime.store.ping(), runtime.store.place)
+        except StoreUnavailable as error:
+            runtime.gate.close(error)
+
+    async def _consume(
+        self, group: asyncio.TaskGroup, runtime: Runtime, executor: Executor, leases: Leases, ram_calls: RamCalls
+    ) -> None:
+        names, settings = self.app.names, self.settings
+        hops: list[tuple[str, str, Hop, int]] = [
+            ("requests", names.requests, Requests(runtime, executor).handle, settings.request_prefetch)
+        ]
+        assert self._broker is not None
+        replica_queue = await self._broker.declare_replica(self.app.service)
+        hops.append(("broadcasts", replica_queue, Broadcasts(runtime).handle, CONTROL_PREFETCH))
+        hops.append(("control", names.control, Orders(runtime).handle, CONTROL_PREFETCH))
+        if runtime.uses_store:
+            hops.append(("replies", names.replies, Replies(runtime, executor).handle, settings.reply_prefetch))
+        if runtime.private_queue is not None:
+            await self._broker.consume(runtime.private_queue, ram_calls.on_delivery, prefetch=settings.reply_prefetch)
+        for name, queue, hop, prefetch in hops:
+            on_delivery = partial(self._spawn, group, runtime, hop)
+            on_lost = partial(self._on_lost, group, runtime, leases, queue)
+            self._consumers[name] = await self._broker.consume(queue, on_delivery, prefetch=prefetch, on_lost=on_lost)
+        if not runtime.gate.is_open:
+            await self._pause()
+        await self._follow(runtime.gate)
+
+    async def _follow(self, gate: StoreGate) -> None:
+        """Resume what was paused a moment ago, if the gate was opened meanwhile and nobody was there to hear it."""
+        if gate.is_open:
+            await self._resume()
+
+    def _spawn(self, group: asyncio.TaskGroup, runtime: Runtime, hop: Hop, delivery: Delivery) -> None:
+        task = group.create_task(self._guard(runtime, hop, delivery))
+        self._hops.add(task)
+        task.add_done_callback(self._hops.discard)
+
+    async def _guard(self, runtime: Runtime, hop: Hop, delivery: Delivery) -> None:
+        """A surprise in one delivery must not end the replica, nor loop for ever."""
+        try:
+            await hop(delivery)
+        except Exception as error:
+            log.exception("delivery_surprised", queue=delivery.queue, delivery_count=delivery.delivery_count)
+            if delivery.delivery_count >= MOST_SURPRISES:
+                reason = MalformedMessage("internal_error", f"{type(error).__name__} while handling it; see the log")
+                await bury(runtime, delivery, reason)
+                return
+            await asyncio.sleep(0.5 * delivery.delivery_count)
+            delivery.requeue()
+
+    def _on_lost(self, group: asyncio.TaskGroup, runtime: Runtime, leases: Leases, queue: str) -> None:
+        """The broker has taken back what we held: our runs live on under their leases, so that nobody starts them
+        twice.
+        """
+        lost = [live for live in runtime.lives if live.trigger is not None and live.trigger.queue == queue]
+        log.warning("consumer_lost", queue=queue, run_count=len(lost))
+        self.metrics.outages.labels("broker").inc()
+        with_rows = [live for live in lost if live.has_row]
+        if with_rows:
+            group.create_task(leases.renew(with_rows, detaches=True))
+
+    async def _pause(self) -> None:
+        """Postgres is away: take nothing new that would need it. `preferred` goes on with requests, in RAM."""
+        names = ["replies", "control"]
+        if self.settings.checkpointing is Checkpointing.REQUIRED:
+            names.append("requests")
+        for name in names:
+            await self._switch(name, is_on=False)
+
+    async def _resume(self) -> None:
+        if not self._stopping.is_set():
+            for name in ("replies", "control", "requests"):
+                await self._switch(name, is_on=True)
+
+    async def _switch(self, name: str, *, is_on: bool) -> None:
+        consumer = self._consumers.get(name)
+        if consumer is None:
+            return
+        try:
+            await (consumer.resume() if is_on else consumer.pause())
+        except BrokerUnavailable as error:
+            log.warning("consumer_not_switched", consumer=name, is_on=is_on, error=str(error))
+
+    async def _drain(self, runtime: Runtime, leases: Leases) -> None:
+        """Stop consuming, let runs finish or park; after the grace time the rest is left to others."""
+        self.is_ready = False
+        log.info("worker_draining", run_count=len(runtime.lives))
+        for name in self._consumers:
+            await self._switch(name, is_on=False)
+        deadline_s = asyncio.get_running_loop().time() + self.settings.grace.total_seconds()
+        while self._hops and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(self._hops, timeout=left_s)
+        if self._hops:
+            await self._let_go(runtime, leases)
+        await runtime.marks.flush() if runtime.uses_store else None
+        await runtime.outbox.drain()
+
+    async def _let_go(self, runtime: Runtime, leases: Leases) -> None:
+        runtime.lives.is_closed = True
+        lives = list(runtime.lives)
+        log.warning("runs_cut_short", run_count=len(lives), hop_count=len(self._hops))
+        await leases.give_up(lives)
+        for live in lives:
+            live.is_let_go = True
+            if live.run is not None:
+                live.run.abandon()
+        orphans = [live for live in lives if live.has_row and (live.trigger is None or live.is_detached)]
+        resumes = [Outgoing(self.app.names.replies, make_resume(str(live.task_id), live.epoch)) for live in orphans]
+        try:
+            if resumes:
+                await runtime.outbox.publish(resumes)
+        except BrokerUnavailable as error:
+            log.warning("resumes_not_sent", error=str(error))  # the sweeper sees their leases end
+        if self._hops:
+            await asyncio.wait(self._hops, timeout=UNWIND_S)
+        for hop in self._hops:
+            hop.cancel()  # unacked, it goes back to its queue with the connection
+
+    def _observe(self, operation: str, size: int, seconds: float) -> None:
+        self.metrics.batch_size.labels(operation).observe(size)
+        self.metrics.commit_seconds.labels(operation).observe(seconds)
+
+    def _live_checks(self) -> dict[str, bool]:
+        return {"running": True}
+
+    def _ready_checks(self) -> dict[str, bool]:
+        is_store_up = self._gate is not None and self._gate.is_open
+        return {
+            "started": self.is_ready,
+            "broker": self._broker is not None and self._broker.is_connected,
+            "store": is_store_up or self.settings.checkpointing is Checkpointing.OFF,
+        }
+
+
+async def _probe(store: Store) -> None:
+    """Raise StoreUnavailable until Postgres answers and its schema is there: a gate opened earlier would flap."""
+    try:
+        check_schema(await store.ping(), store.place)
+    except InvalidSettings as error:
+        raise StoreUnavailable(str(error)) from error
+
+
+def check_schema(found: str | None, place: str) -> None:
+    """Raise InvalidSettings unless the schema is this release's; newer ones are fine, they only add."""
+    wanted = newest_version()
+    if found is None or found < wanted:
+        state = (
+            "has no coatcheck schema"
+            if found is None
+            else f"stands at schema version {found}, this code needs {wanted}"
+        )
+        raise InvalidSettings(f"the database at {redacted(place)} {state}; run `coatcheck migrate`")
