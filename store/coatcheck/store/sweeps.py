@@ -70,11 +70,12 @@ PARKED_AFTER = text("""
        AND updated_at < clock_timestamp() - CAST(:quiet_s AS float8) * interval '1 s'
      ORDER BY id LIMIT CAST(:limit AS integer)
 """)
+# OFFSET 0 keeps the planner from joining a page of tasks with the whole table of calls.
 WITHOUT_WAKER = text("""
     SELECT t.id FROM coatcheck.task t
      WHERE t.id = ANY(CAST(:ids AS uuid[])) AND t.state = 'parked'
        AND NOT EXISTS (SELECT FROM coatcheck.call c WHERE c.task_id = t.id AND c.id = ANY(t.wait_calls)
-                                                      AND c.state = 'open' AND c.due_at IS NOT NULL)
+                                                      AND c.state = 'open' AND c.due_at IS NOT NULL OFFSET 0)
 """)
 ALL_WITHOUT_WAKER = text("""
     SELECT t.id FROM coatcheck.task t
