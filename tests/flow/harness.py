@@ -261,10 +261,8 @@ class Rig:
         known = {name: getattr(self.settings, name) for name in _SHARED}
         return Settings(**(known | overrides))
 
-    async def process(
-        self, *arguments: str, name: str = "", runner: str = "coatcheck.cli", **environment: str
-    ) -> Process:
-        """Start `python -m runner arguments…` on this rig's servers; it is killed when the test ends."""
+    async def process(self, *arguments: str, name: str = "", **environment: str) -> Process:
+        """Start `coatcheck arguments…` on this rig's servers; it is killed when the test ends."""
         known = {
             "COATCHECK_BROKER": self.settings.broker,
             "COATCHECK_STORE": self.settings.store,
@@ -276,7 +274,7 @@ class Rig:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            runner,
+            "coatcheck.cli",
             *arguments,
             cwd=ROOT,
             env={**os.environ, **known, **environment},

@@ -32,11 +32,7 @@ class Fleet:
         return await self.rig.process("worker", APP, name=name, **self._environment(name), **environment)
 
     async def start_crashing(self, point: str) -> Process:
-        started = await self.rig.process(
-            point, APP, name="crasher", runner="tests.flow.crashing", **self._environment("crasher")
-        )
-        await started.logged("worker_started")
-        return started
+        return await self.start("crasher", COATCHECK_CRASH=point)
 
 
 async def test_replica_that_put_the_task_down_is_killed_and_another_finishes_it(rig: Rig) -> None:
@@ -64,7 +60,7 @@ async def test_replica_that_put_the_task_down_is_killed_and_another_finishes_it(
     assert set(peer.seen.values()) == {1}
 
 
-@pytest.mark.parametrize("point", ["before_commit", "calls_committed", "two_calls_published"])
+@pytest.mark.parametrize("point", ["before_park", "after_park", "message_confirmed:2"])
 async def test_crash_around_the_checkpoint_sends_every_call_and_ends_once(rig: Rig, point: str) -> None:
     peer, requester = await rig.peer(), await rig.requester()
     fleet = Fleet(rig, peer.queue)
@@ -89,7 +85,7 @@ async def test_crash_around_the_checkpoint_sends_every_call_and_ends_once(rig: R
 async def test_crash_after_the_final_commit_still_sends_the_reply(rig: Rig) -> None:
     peer, requester = await rig.peer(), await rig.requester()
     fleet = Fleet(rig, peer.queue)
-    crasher = await fleet.start_crashing("final_committed")
+    crasher = await fleet.start_crashing("after_finish")
 
     asked_for = await requester.send(fleet.service, "owls", type="once")
     (question,) = await peer.asked()
@@ -113,7 +109,7 @@ async def test_crash_in_a_resumed_handler_is_taken_over_by_the_redelivered_reply
     await rig.task(TaskState.PARKED)
     first.kill()
     await first.wait()
-    crasher = await fleet.start_crashing("granted")
+    crasher = await fleet.start_crashing("before_run")
     await question.reply("hoo")
     assert await crasher.wait() == 137
     await fleet.start("heir")

@@ -42,6 +42,7 @@ from coatcheck.broker.amqp_link import (
 from coatcheck.broker.port import BrokerStats, Consumer, Delivery
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.errors import BrokerUnavailable, UsageError
+from coatcheck.points import reach
 
 log = structlog.get_logger(__name__)
 
@@ -169,6 +170,7 @@ class Session:
             del self._unacked[tag]
             self._stats.ack_frame_count += 1
             await self.channel.basic_ack(tag, wait=False)
+        reach("acks_written")
 
 
 class AmqpConsumer(Consumer):

@@ -36,6 +36,7 @@ from coatcheck.broker.port import BrokerStats, Outgoing, Routing
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import REPLY_PSEUDO_QUEUE
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, OversizedMessage
+from coatcheck.points import reach
 
 log = structlog.get_logger(__name__)
 
@@ -207,6 +208,7 @@ class Publisher:
             if is_broadcast:
                 return Routing.NO_ROUTE
             raise
+        reach("message_confirmed")
         return Routing.ROUTED
 
     # --- lanes ---

@@ -29,6 +29,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
+from coatcheck.points import reach
 
 T = TypeVar("T")
 
@@ -122,8 +123,10 @@ class Database:
         try:
             async with self._engine.connect() as connection:
                 result = await work(connection)
+                reach("before_commit")
                 is_committing = True
                 await connection.commit()
+                reach("after_commit")
                 return result
         except DBAPIError as error:
             translated = _in_doubt(self._translated(error), is_committing)

@@ -13,6 +13,7 @@ import structlog
 
 from coatcheck.cli.apps import load_app
 from coatcheck.cli.options import connections, load_settings
+from coatcheck.points import arm_from_environment
 from coatcheck.store import migrate
 from coatcheck.worker.logs import configure
 from coatcheck.worker.settings import Checkpointing, Settings
@@ -169,6 +170,7 @@ def _prepare(loader: Callable[..., Settings] = Settings.load, **options: Any) ->
     ignored: list[str] = []
     settings = load_settings(loader, warn=ignored.append, **options)
     configure(settings.log_format, settings.log_level)
+    arm_from_environment()
     for text in ignored:
         log.warning("setting_ignored", detail=text)
     return settings

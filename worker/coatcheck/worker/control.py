@@ -15,6 +15,7 @@ from structlog.contextvars import bound_contextvars
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.broker.wire import Control, parse_control
 from coatcheck.errors import BrokerUnavailable, MalformedMessage
+from coatcheck.points import reach
 from coatcheck.store.blobs import encode
 from coatcheck.store.rows import CancelAsk, Ruling, TaskId, TaskState, Verdict
 from coatcheck.worker.broadcast import cancelled_message
@@ -33,6 +34,7 @@ class Orders:
         self._runtime = runtime
 
     async def handle(self, delivery: Delivery) -> None:
+        reach("order_received")
         try:
             order = parse_control(delivery.message, self._runtime.limits)
             task_id = self._target(order)
@@ -66,7 +68,9 @@ class Orders:
                 runtime.app.service, task_id, encode(document), runtime.settings.dedup_window, by_correlation
             )
             ruling = await runtime.gate.insist(lambda _: runtime.store.cancel(ask))
+            reach("after_cancel")
             await self._tell(ruling, order)
+            reach("after_cancel_told")
             if ruling.task is not None:
                 task_id = ruling.task.task_id
         name, message = cancelled_message(runtime.app.names, task_id, order.correlation_id, order.reason)

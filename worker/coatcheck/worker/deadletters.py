@@ -10,6 +10,7 @@ import structlog
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.broker.wire import dead_letter, make_error
 from coatcheck.errors import BrokerUnavailable, MalformedMessage
+from coatcheck.points import reach
 from coatcheck.store.rows import Address
 from coatcheck.worker.runtime import Runtime
 
@@ -31,12 +32,14 @@ async def bury(
     if tell is not None:
         document, addresses = tell
         letters += [Outgoing(to.reply_to, make_error(document, to.correlation_id)) for to in addresses]
+    reach("before_bury")
     try:
         await runtime.outbox.publish(letters)
     except BrokerUnavailable as outage:
         log.warning("dead_letter_not_sent", error=str(outage))
         delivery.requeue()
         return
+    reach("after_bury")
     runtime.metrics.dead_letters.labels(error.code).inc()
     log.error(
         "message_buried", queue=delivery.queue, code=error.code, detail=error.detail, size=len(delivery.message.body)

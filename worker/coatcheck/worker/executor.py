@@ -28,6 +28,7 @@ from coatcheck.errors import (
     StoreUnavailable,
     UnknownHandler,
 )
+from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode
 from coatcheck.store.rows import Again, Changes, Finish, Hold, TaskState
 from coatcheck.worker import tracing
@@ -160,6 +161,7 @@ class Executor:
             await self._refuse(live, host, error)
             return
         live.run = self._make_run(live, live.handler, bound, host)
+        reach("before_run")
         try:
             outcome = await live.run.execute()
         except PermanentError as error:  # what the run wants recorded will never be taken
@@ -358,7 +360,9 @@ class Executor:
         """Publish the final reply to everyone who asked. Who is gone can fetch it later: then it gets a row."""
         if live.addresses:
             replies = answers(live.task_id, state, value, live.addresses, traceparent=live.traceparent)
+            reach("before_answer")
             routings = await self._runtime.outbox.publish(replies)
+            reach("after_answer")
             gone = [
                 address.reply_to
                 for address, routing in zip(live.addresses, routings, strict=True)

@@ -15,6 +15,7 @@ from datetime import timedelta
 import structlog
 
 from coatcheck.errors import PermanentError, StoreUnavailable
+from coatcheck.points import reach
 from coatcheck.store.sweeps import Renewal, Renewed
 from coatcheck.worker.host import Superseded
 from coatcheck.worker.live import Live
@@ -54,12 +55,14 @@ class Leases:
             return
         renewals = {live: Renewal(live.task_id, live.epoch) for live in lives}
         asked_s = time.monotonic()
+        reach("before_renew")
         try:
             mine, busy = await self._ask(list(renewals.values()), self._patience_s(lives), detaches=detaches)
         except StoreUnavailable as error:
             self._runtime.gate.close(error)
             self._stop_overdue(lives)
             return
+        reach("after_renew")
         for live, renewal in renewals.items():
             if live.task_id in mine:
                 live.renewed_s = asked_s

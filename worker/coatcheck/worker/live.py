@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coatcheck.broker.port import Delivery
+from coatcheck.points import reach
 from coatcheck.store.births import REQUEST_TRIGGER
 from coatcheck.store.rows import Address, Birth, History, Task, TaskId
 from coatcheck.worker.app import Handler
@@ -83,8 +84,10 @@ class Live:
         the row does not know yet whom else to answer.
         """
         self.is_settled = True
+        reach("before_ack")
         for delivery in [*self._triggers(), *(self.followers if is_answered else ())]:
             delivery.ack()
+        reach("after_ack")
 
     def requeue(self, *, all_but: Delivery | None = None) -> None:
         """Let the trigger come back, here or elsewhere; what it finds in the rows decides what is left to do."""

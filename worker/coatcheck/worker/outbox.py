@@ -19,6 +19,7 @@ from coatcheck.broker.port import Broker, Message, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_error
 from coatcheck.errors import BrokerUnavailable, StoreUnavailable
+from coatcheck.points import reach
 from coatcheck.store.batcher import Batcher, Busy
 from coatcheck.store.rows import CallId, Kind, Peer
 from coatcheck.store.store import Store
@@ -51,7 +52,9 @@ class Outbox:
         await self._batches.drain()
 
     async def _publish(self, batch: Sequence[Outgoing], waits: bool) -> Sequence[Routing | Busy]:
+        reach("before_publish")
         routings = await self._broker.publish(batch)
+        reach("after_publish")
         self._metrics.published.inc(len(batch))
         return routings
 
@@ -112,12 +115,14 @@ class Marks:
         ripe = [call_id for call_id, sent in self._sent.items() if sent <= ripe_before]
         if not ripe:
             return
+        reach("before_mark")
         try:
             await self._store.mark_sent(ripe)
         except StoreUnavailable as error:
             # Unmarked calls are sent again by the sweeper; sending twice is harmless.
             log.warning("marks_not_written", error=str(error), call_count=len(ripe))
             return
+        reach("after_mark")
         for call_id in ripe:
             self._sent.pop(call_id, None)
 

@@ -14,6 +14,7 @@ from structlog.contextvars import bound_contextvars
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.broker.wire import Reply, ReplyKind, parse_reply
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected
+from coatcheck.points import reach
 from coatcheck.store.blobs import encode
 from coatcheck.store.rows import Arrival, CallId, CallState, Ruling, TaskId, TaskState, Verdict, Wake
 from coatcheck.store.sweeps import Renewal
@@ -40,6 +41,7 @@ class Replies:
 
     async def handle(self, delivery: Delivery) -> None:
         """See one reply through to its ack; a failure of ours leaves it to be redelivered."""
+        reach("reply_received")
         try:
             reply = parse_reply(delivery.message, self._runtime.limits)
             subject = _subject_of(reply)
@@ -63,6 +65,7 @@ class Replies:
             if self._reattaches(delivery, str(call_id)):
                 return
             arrival = _arrival_of(reply, call_id)
+            reach("before_claim")
             ruling = await runtime.gate.insist(
                 lambda is_in_doubt: runtime.store.claim(
                     Arrival(
@@ -74,6 +77,7 @@ class Replies:
                     )
                 )
             )
+            reach("after_claim")
             self._count(ruling.verdict)
             applied = ruling.verdict in (Verdict.GRANTED, Verdict.RECORDED)
             if applied and arrival.state is not None:
@@ -92,9 +96,11 @@ class Replies:
         trigger_name = f"resume:{epoch}:{task_id}"  # the row names it too, but there it needs no task id
         if self._reattaches(delivery, trigger_name):
             return
+        reach("before_resume")
         ruling = await runtime.gate.insist(
             lambda is_in_doubt: runtime.store.resume(Wake(task_id, epoch, delivery.is_redelivered or is_in_doubt))
         )
+        reach("after_resume")
         if ruling.verdict is Verdict.GRANTED:
             runtime.metrics.picked_up.labels("resume").inc()
         await self._go_on(delivery, ruling, is_ending=False, trigger_name=trigger_name)

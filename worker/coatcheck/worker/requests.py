@@ -12,6 +12,7 @@ from structlog.contextvars import bound_contextvars
 from coatcheck.broker import wire
 from coatcheck.broker.port import Delivery
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected
+from coatcheck.points import reach
 from coatcheck.store.births import REQUEST_TRIGGER
 from coatcheck.store.rows import Address, Birth, Request, Ruling, Verdict
 from coatcheck.worker.app import Handler
@@ -38,6 +39,7 @@ class Requests:
 
         `is_known`: its task has a row, so the rows are asked before anything runs.
         """
+        reach("request_received")
         try:
             request = wire.parse_request(delivery.message, self._runtime.limits)
         except MalformedMessage as error:
@@ -133,9 +135,11 @@ class Requests:
     async def _accept(self, delivery: Delivery, birth: Birth, *, is_redelivered: bool) -> None:
         """Let the rows say what this request is: new, under way, or done."""
         runtime = self._runtime
+        reach("before_accept")
         ruling = await runtime.gate.insist(
             lambda is_in_doubt: runtime.store.accept(Request(birth, is_redelivered or is_in_doubt))
         )
+        reach("after_accept")
         await send_unsent(runtime, ruling)
         match ruling.verdict:
             case Verdict.GRANTED:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coatcheck.errors import UsageError
+from coatcheck.points import reach
 from coatcheck.store import blobs
 from coatcheck.store.rows import Kind, NewEntry
 from coatcheck.worker.keys import Wanted
@@ -102,7 +103,9 @@ class Steps:
         except Exception as error:  # noqa: BLE001 - the host's word: superseded, or the store cannot be reached
             self._on_error(error)
             return
+        reach("before_step")
         entry, cause = await _attempt(key, job)
+        reach("after_step")
         if self._running.pop(key, None) is not None:
             if cause is not None:
                 self._causes[key] = cause

@@ -19,6 +19,7 @@ import structlog
 from coatcheck.broker.port import Outgoing
 from coatcheck.broker.wire import Progress, make_progress
 from coatcheck.errors import BrokerUnavailable, CheckpointRefused, StoreUnavailable
+from coatcheck.points import reach
 from coatcheck.store.blobs import COMPRESS_ABOVE_BYTES, unpack
 from coatcheck.store.rows import (
     Again,
@@ -72,7 +73,9 @@ class StoreHost:
         live = self._live
         async with live.writing:  # another branch's calls may be on their way to make the row themselves
             if live.birth is not None and live.identity is not None:
+                reach("before_first_row")
                 self._take(await self._accept(live.birth))
+                reach("after_first_row")
 
     async def _accept(self, birth: Birth) -> Ruling:
         # In doubt whether an earlier try was committed, we ask as if the request had come back: then our row is ours.
@@ -138,8 +141,10 @@ class StoreHost:
                 birth=live.birth,
                 progress=live.progress,
             )
-            asked_s = time.monotonic()
+            asked_s, word = time.monotonic(), _word(end)
+            reach(f"before_{word}")
             answer = await (self._write(put) if is_patient else self._write_at_once(put))
+            reach(f"after_{word}")
             if isinstance(answer, PutRefused):
                 self._runtime.metrics.fenced.inc()
                 live.is_fenced = live.has_row
@@ -181,7 +186,9 @@ class StoreHost:
             for call in opens
         ]
         try:
+            reach("before_calls")
             await self._runtime.outbox.send_calls(calls)
+            reach("after_calls")
             await self._runtime.outbox.cancel_calls(cancels, "its task gave the call up")
         except BrokerUnavailable as error:
             self._live.is_unsent = True
@@ -240,3 +247,18 @@ class StoreHost:
                 f"{self._open_count + len(changes.opens):,} open calls are over the limit of {settings.max_fan_out:,}; "
                 "work in portions, or raise COATCHECK_MAX_FAN_OUT",
             )
+
+
+def _word(end: Going | Park | Finish | Again | Hold) -> str:
+    """What a write of this kind is called among the crash points."""
+    match end:
+        case Going(is_detached=is_detached):
+            return "detach" if is_detached else "record"
+        case Park():
+            return "park"
+        case Finish():
+            return "finish"
+        case Again():
+            return "retry"
+        case Hold():
+            return "hold"

@@ -31,6 +31,7 @@ from coatcheck.broker.port import Broker, Delivery, Outgoing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_resume, make_timeout
 from coatcheck.errors import BrokerUnavailable, CoatcheckError, TransientError
+from coatcheck.points import reach
 from coatcheck.store.rows import Task, TaskState
 from coatcheck.store.store import Store
 from coatcheck.store.sweeps import LookedAt
@@ -127,6 +128,7 @@ class Sweeper:
         """One round. True: there may be more, go on at once."""
         looked = await store.look(limit=BATCH_SIZE, again=LOOK_AGAIN)
         self.metrics.overdue_age.set(looked.oldest.total_seconds())
+        reach("sweep_looked")
         if looked:
             await self._emit(looked, store, outbox)
         if time.monotonic() - self._housekept_s >= HOUSEKEEPING_S:
@@ -140,13 +142,16 @@ class Sweeper:
         ]
         if timeouts or resumes:
             await outbox.publish([*timeouts, *resumes])
+            reach("sweep_emitted")
             self.metrics.timeouts_emitted.inc(len(timeouts))
         if looked.unsent:
             await _each(looked.unsent, outbox.send_calls)
+            reach("sweep_resent")
             await store.mark_sent([call.call_id for call in looked.unsent])
         finals = [task for task in looked.unsent_finals if task.addresses]
         await _each(finals, partial(_send_finals, outbox))
         if looked.unsent_finals:
+            reach("sweep_resent")
             await store.mark_final_sent([task.task_id for task in looked.unsent_finals])
         self.metrics.resent.inc(len(looked.unsent) + len(finals))
         log.info(
@@ -163,6 +168,7 @@ class Sweeper:
         while await store.retire(limit=BATCH_SIZE) == BATCH_SIZE and not self._stopping.is_set():
             pass
         repaired, last = await store.repair(after=self._cursor, limit=BATCH_SIZE, quiet=QUIET_BEFORE_REPAIR)
+        reach("sweep_repaired")
         self._cursor = last or UUID(int=0)
         if repaired:
             self.metrics.orphans.inc(repaired)
