@@ -8,7 +8,8 @@ CoatcheckError
 │   ├── MalformedMessage
 │   │   └── OversizedMessage
 │   ├── CheckpointRefused
-│   └── Rejected
+│   ├── Rejected
+│   └── Unauthorized          (raised by an app's `identify`: the requester is told)
 ├── UsageError                the programmer fixes it, before the first message
 │   ├── InvalidSettings
 │   ├── UnknownHandler
@@ -77,6 +78,12 @@ class Rejected(PermanentError):
     """Postgres refused the values of one write; the same write will be refused again."""
 
     code = "rejected_by_store"
+
+
+class Unauthorized(PermanentError):
+    """The app does not accept this caller. The text is sent to whoever asked, so it must not quote the token."""
+
+    code = "unauthorized"
 
 
 class UsageError(CoatcheckError):

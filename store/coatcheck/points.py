@@ -110,6 +110,9 @@ class Crashes:
         self._counts[point] += 1
         at, stops = self._plan[point]
         if self._counts[point] == at:
+            os.write(
+                2, f"{VARIABLE}: {'stopped' if stops else 'ended'} at {point}\n".encode()
+            )  # the last word there is
             if stops:
                 os.kill(os.getpid(), signal.SIGSTOP)
             else:

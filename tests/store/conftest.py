@@ -1,4 +1,7 @@
-"""What a store test gets: a store on empty tables, a second one like another replica, and plain SQL."""
+"""What a store test gets: a store on empty tables, a second one like another replica, and a bench to reach the rows.
+
+It runs on Postgres and in memory alike, unless it asks for `sql` or `store_url`: then it is about Postgres itself.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 
@@ -7,6 +10,7 @@ import pytest
 from hypothesis import settings
 from tests.conftest import _temporary_database
 from tests.services import run_sync
+from tests.store.bench import Bench, MemoryBench, PostgresBench
 
 from coatcheck.store import Store
 
@@ -36,17 +40,39 @@ async def _empty(url: str) -> None:
         await connection.close()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "rows_url" in metafunc.fixturenames:
+        kinds = ["postgres"] if "store_url" in metafunc.fixturenames else ["postgres", "memory"]
+        metafunc.parametrize("rows_url", kinds, indirect=True)
+
+
 @pytest.fixture
-async def store(store_url: str) -> AsyncIterator[Store]:
-    store = Store(store_url)
+def rows_url(request: pytest.FixtureRequest) -> str | None:
+    """Where the rows are; None: in memory."""
+    return request.getfixturevalue("store_url") if request.param == "postgres" else None
+
+
+@pytest.fixture
+async def bench(rows_url: str | None) -> AsyncIterator[Bench]:
+    if rows_url is None:
+        yield MemoryBench()
+        return
+    connection = await asyncpg.connect(rows_url)
+    yield PostgresBench(rows_url, connection)
+    await connection.close()
+
+
+@pytest.fixture
+async def store(bench: Bench) -> AsyncIterator[Store]:
+    store = bench.replica()
     yield store
     await store.close()
 
 
 @pytest.fixture
-async def other(store_url: str) -> AsyncIterator[Store]:
+async def other(bench: Bench) -> AsyncIterator[Store]:
     """The store of another replica."""
-    store = Store(store_url)
+    store = bench.replica()
     yield store
     await store.close()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import asyncpg
+from tests.store.bench import Bench, Row, Rows
 
 from coatcheck.store import Store, encode
 from coatcheck.store.rows import (
@@ -38,6 +39,7 @@ from coatcheck.store.rows import (
 
 MINUTE = timedelta(minutes=1)
 DAY = timedelta(days=1)
+A_SECOND_AGO = timedelta(seconds=-1)
 CANCELLED = encode({"code": "cancelled"})
 
 
@@ -191,43 +193,45 @@ async def written(store: Store, put: Put) -> PutDone:
     return answer
 
 
-async def make_due(sql: asyncpg.Connection, *members: NewCall) -> None:
+async def make_due(bench: Bench, *members: NewCall) -> None:
     """Let the time of these calls be over."""
-    await sql.execute(
-        """UPDATE coatcheck.call SET due_at = now() - interval '1 s', look_at = now() - interval '1 s'
-            WHERE id = ANY($1)""",
-        [one.call_id for one in members],
-    )
+    await bench.set_calls(*(one.call_id for one in members), due_at=A_SECOND_AGO, look_at=A_SECOND_AGO)
 
 
-async def end_lease(sql: asyncpg.Connection, task_id: TaskId) -> None:
-    await sql.execute(
-        "UPDATE coatcheck.task SET due_at = now() - interval '1 s', look_at = now() - interval '1 s' WHERE id = $1",
-        task_id,
-    )
+async def end_lease(bench: Bench, task_id: TaskId) -> None:
+    await bench.set_tasks(task_id, due_at=A_SECOND_AGO, look_at=A_SECOND_AGO)
 
 
-async def assert_sound(sql: asyncpg.Connection) -> None:
+async def assert_sound(bench: Bench) -> None:
     """What holds for the rows at every instant."""
-    repeated = await sql.fetch("""
-        SELECT task_id, seq FROM (SELECT task_id, seq FROM coatcheck.call WHERE seq IS NOT NULL
-                                  UNION ALL SELECT task_id, seq FROM coatcheck.journal) AS numbered
-         GROUP BY task_id, seq HAVING count(*) > 1""")
-    assert not repeated, f"sequence numbers given twice: {repeated}"
-    beyond = await sql.fetch("""
-        SELECT t.id FROM coatcheck.task t JOIN coatcheck.call c ON c.task_id = t.id WHERE c.seq > t.seq
-         UNION SELECT t.id FROM coatcheck.task t JOIN coatcheck.journal j ON j.task_id = t.id WHERE j.seq > t.seq""")
-    assert not beyond, "a sequence number is beyond its task's"
-    leftover = await sql.fetch("""
-        SELECT c.id FROM coatcheck.task t JOIN coatcheck.call c ON c.task_id = t.id
-         WHERE t.state IN ('done', 'failed', 'cancelled') AND c.state = 'open' AND c.kind <> 'send'""")
-    assert not leftover, "a finished task has open calls"
-    met = await sql.fetch("""
-        SELECT id FROM (
-            SELECT t.id, t.wait_needs[w.number] AS need, count(*) FILTER (WHERE c.state = 'ok') AS ok,
-                   count(*) FILTER (WHERE c.state = 'open') AS still_open
-              FROM coatcheck.task t, unnest(t.wait_calls, t.wait_groups) AS w(call_id, number)
-              LEFT JOIN coatcheck.call c ON c.id = w.call_id
-             WHERE t.state = 'parked' GROUP BY t.id, w.number, t.wait_needs[w.number]) AS waits
-         WHERE still_open = 0 OR ok >= need OR ok + still_open < need""")
-    assert not met, "a task is parked although its wait is over"
+    check_rows(await bench.read())
+
+
+def check_rows(rows: Rows) -> None:
+    tasks, calls = rows["task"], rows["call"]
+    numbered = [(row["task_id"], row["seq"]) for row in (*calls.values(), *rows["journal"].values())]
+    given = [number for number in numbered if number[1] is not None]
+    assert len(given) == len(set(given)), f"sequence numbers given twice: {Counter(given).most_common(3)}"
+    assert all(seq <= tasks[task_id]["seq"] for task_id, seq in given), "a sequence number is beyond its task's"
+    for row in calls.values():
+        is_over = TaskState(tasks[row["task_id"]]["state"]).is_final
+        is_left = row["state"] == CallState.OPEN and row["kind"] != Kind.SEND
+        assert not (is_over and is_left), "a finished task has open calls"
+    for row in tasks.values():
+        if row["state"] == TaskState.PARKED:
+            assert not any(_is_met(group, calls) for group in _groups(row)), "a task is parked though its wait is over"
+
+
+def _groups(row: Row) -> list[Group]:
+    members = list(zip(row["wait_calls"], row["wait_groups"], strict=True))
+    return [
+        Group(tuple(call_id for call_id, number in members if number == index), count)
+        for index, count in enumerate(row["wait_needs"], start=1)
+    ]
+
+
+def _is_met(group: Group, calls: dict[Any, Row]) -> bool:
+    states = [calls[call_id]["state"] if call_id in calls else None for call_id in group.calls]
+    succeeded, still_open = states.count(CallState.OK), states.count(CallState.OPEN)
+    is_out_of_reach = group.need is not None and succeeded + still_open < group.need
+    return still_open == 0 or is_out_of_reach or (group.need is not None and succeeded >= group.need)

@@ -190,10 +190,10 @@ async def test_request_that_meets_a_tombstone_is_told_of_the_cancel(store):
 # --- resume ---
 
 
-async def test_resume_takes_a_run_whose_lease_is_over(store, sql):
+async def test_resume_takes_a_run_whose_lease_is_over(store, bench):
     task = await start(store)
     await written(store, put_of(task, going(), entries=(entry(),)))
-    await end_lease(sql, task.task_id)
+    await end_lease(bench, task.task_id)
 
     ruling = await store.resume(Wake(task.task_id, task.epoch))
 
@@ -210,9 +210,9 @@ async def test_resume_of_a_run_whose_lease_is_not_over_is_early(store):
 
 
 @pytest.mark.parametrize("distance", [-1, 1])
-async def test_resume_for_another_epoch_takes_nothing(store, sql, distance):
+async def test_resume_for_another_epoch_takes_nothing(store, bench, distance):
     task = await start(store)
-    await end_lease(sql, task.task_id)
+    await end_lease(bench, task.task_id)
 
     assert (await store.resume(Wake(task.task_id, task.epoch + distance))).verdict is Verdict.DUPLICATE
 
@@ -242,9 +242,9 @@ async def test_resume_takes_a_task_whose_time_to_try_again_has_come(store, end):
     assert (await store.resume(Wake(task.task_id, task.epoch))).verdict is Verdict.GRANTED
 
 
-async def test_redelivered_resume_takes_over_the_run_it_triggered(store, sql):
+async def test_redelivered_resume_takes_over_the_run_it_triggered(store, bench):
     task = await start(store)
-    await end_lease(sql, task.task_id)
+    await end_lease(bench, task.task_id)
     await store.resume(Wake(task.task_id, task.epoch))
 
     plain = await store.resume(Wake(task.task_id, task.epoch))
@@ -254,10 +254,10 @@ async def test_redelivered_resume_takes_over_the_run_it_triggered(store, sql):
     assert redelivered.verdict is Verdict.GRANTED
 
 
-async def test_one_resume_on_two_replicas_at_once_is_granted_once(store, other, sql):
+async def test_one_resume_on_two_replicas_at_once_is_granted_once(store, other, bench):
     for _ in range(30):
         task = await start(store)
-        await end_lease(sql, task.task_id)
+        await end_lease(bench, task.task_id)
 
         rulings = await asyncio.gather(
             store.resume(Wake(task.task_id, task.epoch)), other.resume(Wake(task.task_id, task.epoch))

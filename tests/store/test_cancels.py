@@ -1,6 +1,7 @@
 """Cancelling: first commit wins, and an unknown task gets a tombstone."""
 
 import asyncio
+from dataclasses import replace
 
 from tests.store.kit import (
     CANCELLED,
@@ -27,7 +28,7 @@ from coatcheck.store import TaskState, encode
 from coatcheck.store.rows import PutDone, PutRefused, Request, Verdict
 
 
-async def test_cancel_ends_a_parked_task_and_names_its_open_calls(store, sql):
+async def test_cancel_ends_a_parked_task_and_names_its_open_calls(store, bench):
     members = calls(3)
     task_id = await park(store, [*members, timer()])
     await store.claim(ok(members[0]))
@@ -39,7 +40,7 @@ async def test_cancel_ends_a_parked_task_and_names_its_open_calls(store, sql):
     assert ruling.unsent.is_final_unsent
     task = await get(store, task_id)
     assert (task.state, task.epoch, task.value) == (TaskState.CANCELLED, 2, CANCELLED)
-    await assert_sound(sql)
+    await assert_sound(bench)
 
 
 async def test_cancel_of_a_running_task_fences_its_run(store):
@@ -158,6 +159,17 @@ async def test_two_cancels_in_one_batch_end_the_task_once_with_the_first_reason(
     assert all(ruling.task is not None and ruling.task.value == encode("first") for ruling in rulings[1:])
 
 
+async def test_cancel_is_heard_beside_one_that_another_service_asks_for(store):
+    task_id = await park(store, calls(1))
+
+    rulings = await asyncio.gather(
+        store.cancel(replace(cancel_of(task_id), service="another")), store.cancel(cancel_of(task_id))
+    )
+
+    assert [ruling.verdict for ruling in rulings] == [Verdict.UNKNOWN, Verdict.RECORDED]
+    assert (await get(store, task_id)).state is TaskState.CANCELLED
+
+
 async def test_late_reply_to_a_cancelled_task_is_late(store):
     (one,) = calls(1)
     task_id = await park(store, [one])
@@ -178,7 +190,7 @@ async def test_sends_of_a_cancelled_task_still_leave(store):
     assert [peer.call_id for peer in again.unsent.calls] == [note.call_id]
 
 
-async def test_cancel_against_a_finish_at_the_same_instant_leaves_one_final_state(store, other, sql):
+async def test_cancel_against_a_finish_at_the_same_instant_leaves_one_final_state(store, other, bench):
     outcomes = set()
     for _ in range(200):
         task = await start(store)
@@ -194,7 +206,7 @@ async def test_cancel_against_a_finish_at_the_same_instant_leaves_one_final_stat
             (True, Verdict.FINISHED, TaskState.DONE),
             (False, Verdict.RECORDED, TaskState.CANCELLED),
         ]
-    await assert_sound(sql)
+    await assert_sound(bench)
 
 
 async def test_cancel_against_a_birth_at_the_same_instant_leaves_one_final_state(store, other):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from tests.store.kit import (
+    A_SECOND_AGO,
     all_of,
     call,
     calls,
@@ -69,19 +70,19 @@ async def test_second_reply_is_a_duplicate_and_changes_nothing(store):
     assert decode((await store.task_lines(task_id))[0].value or b"") == "first"
 
 
-async def test_reply_after_its_timeout_is_late(store, sql):
+async def test_reply_after_its_timeout_is_late(store, bench):
     (one,) = calls(1)
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
     assert (await store.claim(timeout(one))).verdict is Verdict.GRANTED
 
     assert (await store.claim(ok(one))).verdict is Verdict.LATE
 
 
-async def test_timeout_after_the_reply_is_late(store, sql):
+async def test_timeout_after_the_reply_is_late(store, bench):
     (one,) = calls(1)
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
     await wake(store, one)
 
     assert (await store.claim(timeout(one))).verdict is Verdict.LATE
@@ -94,20 +95,20 @@ async def test_timeout_before_the_call_is_due_is_early(store):
     assert (await store.claim(timeout(one))).verdict is Verdict.EARLY
 
 
-async def test_timeout_in_flight_loses_to_a_progress_that_moved_the_due_time(store, sql):
+async def test_timeout_in_flight_loses_to_a_progress_that_moved_the_due_time(store, bench):
     one = call(idle=call().hard)
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
 
     assert (await store.claim(progress(one))).verdict is Verdict.RECORDED
 
     assert (await store.claim(timeout(one))).verdict is Verdict.EARLY
 
 
-async def test_progress_never_moves_the_hard_due_time(store, sql):
+async def test_progress_never_moves_the_hard_due_time(store, bench):
     one = call(idle=call().hard, hard=call().hard)
     await park(store, [one])
-    await sql.execute("UPDATE coatcheck.call SET hard_due_at = now() - interval '1 s', due_at = now() - interval '1 s'")
+    await bench.set_calls(hard_due_at=A_SECOND_AGO, due_at=A_SECOND_AGO)
 
     await store.claim(progress(one))
 
@@ -122,10 +123,10 @@ async def test_progress_after_the_reply_is_a_duplicate(store):
     assert (await store.claim(progress(first))).verdict is Verdict.DUPLICATE
 
 
-async def test_timer_that_is_due_has_rung(store, sql):
+async def test_timer_that_is_due_has_rung(store, bench):
     one = timer()
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
 
     ruling = await store.claim(timeout(one))
 
@@ -269,10 +270,10 @@ async def test_redelivered_trigger_takes_the_run_over(store):
     assert len(ruling.history.recorded) == 1
 
 
-async def test_redelivered_timeout_that_was_the_trigger_takes_the_run_over(store, sql):
+async def test_redelivered_timeout_that_was_the_trigger_takes_the_run_over(store, bench):
     (one,) = calls(1)
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
     await store.claim(timeout(one))
 
     assert (await store.claim(timeout(one, is_redelivered=True))).verdict is Verdict.GRANTED

@@ -1,6 +1,7 @@
 """The connection: what goes wrong is translated once, says what to do, and leaves no connection behind."""
 
 import asyncio
+import ssl
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
@@ -9,7 +10,7 @@ from tests.store.kit import calls, new_id, ok, park
 
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
-from coatcheck.store.database import Database, StoreNotReady, parse_url
+from coatcheck.store.database import Database, StoreNotReady, parse_address
 
 
 @pytest.fixture
@@ -97,18 +98,23 @@ async def test_server_that_never_speaks_is_given_up(monkeypatch):
 )
 def test_address_that_cannot_hold_is_explained(url, words):
     with pytest.raises(InvalidSettings, match=words):
-        parse_url(url)
+        parse_address(url)
 
 
 def test_complaint_about_an_address_hides_its_password():
     with pytest.raises(InvalidSettings) as caught:
-        parse_url("postgresql//user:hunter2@host/db")
+        parse_address("postgresql//user:hunter2@host/db")
 
     assert "hunter2" not in str(caught.value)
 
 
 def test_sslmode_is_understood_as_libpq_writes_it():
-    assert parse_url("postgresql://host/db?sslmode=require").query == {"ssl": "require"}
+    context = parse_address("postgresql://host/db?sslmode=require").ssl
+
+    assert isinstance(context, ssl.SSLContext)
+    assert (context.verify_mode, context.check_hostname) == (ssl.CERT_NONE, False)
+    assert parse_address("postgresql://host/db?sslmode=disable").ssl == "disable"
+    assert parse_address("postgresql://host/db").ssl is None
 
 
 # --- outages ---

@@ -2,14 +2,11 @@
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from datetime import timedelta
 
 import asyncpg
 import pytest
 from tests.store.kit import (
     MINUTE,
-    all_of,
     birth,
     birth_put,
     call,
@@ -19,18 +16,17 @@ from tests.store.kit import (
     end_lease,
     get,
     going,
+    new_id,
     ok,
     park,
-    parking,
     parking_put,
     put_of,
     start,
 )
 
-from coatcheck.errors import Rejected
 from coatcheck.store import Store, TaskState
 from coatcheck.store.database import SERVER_SETTINGS, LockTimeout
-from coatcheck.store.rows import Arrival, Birth, PutDone, PutRefused, Request, Verdict, Wake
+from coatcheck.store.rows import Birth, PutDone, PutRefused, Request, Verdict, Wake
 from coatcheck.store.sweeps import Renewal
 
 SOON_S = 3.0  # less than `lock_timeout`: whoever waited for the lock would miss it
@@ -118,10 +114,10 @@ class TestHeldRow:
 
         assert (await waiting).verdict is Verdict.RECORDED
 
-    async def test_resume_of_another_task_goes_on(self, store, sql, updates):
+    async def test_resume_of_another_task_goes_on(self, store, sql, bench, updates):
         stuck, free = await start(store), await start(store)
         for task in (stuck, free):
-            await end_lease(sql, task.task_id)
+            await end_lease(bench, task.task_id)
         async with held(sql, stuck.task_id, updates=updates):
             waiting = asyncio.create_task(store.resume(Wake(stuck.task_id, stuck.epoch)))
             async with asyncio.timeout(SOON_S):
@@ -240,81 +236,15 @@ async def test_renewing_passes_a_held_row_by_and_does_not_give_its_run_up(store,
     assert renewed == ({free.task_id}, {stuck.task_id})
 
 
-async def test_task_given_back_was_never_picked_up(store, sql):
-    task = await start(store)
-
-    await store.give_back([Renewal(task.task_id, task.epoch)], lease=timedelta(0), detaches=True)
-    found = await store.find_task(task.task_id)
-
-    assert (found.pickups, found.trigger) == (max(0, task.pickups - 1), None)
-
-
-# --- values that cannot be stored ---
-
-
-async def test_put_with_a_nul_fails_alone_and_without_quoting_values(store):
-    good = [birth() for _ in range(6)]
-    bad = replace(birth(body="a secret"), handler="nul \0 here")
-    puts = [parking_put(one, calls(1)) for one in (*good[:3], bad, *good[3:])]
-
-    answers = await asyncio.gather(*(store.put(put) for put in puts), return_exceptions=True)
-
-    refused = answers.pop(3)
-    assert all(isinstance(answer, PutDone) for answer in answers)
-    assert isinstance(refused, Rejected)
-    assert "22021" in str(refused)
-    assert refused.__cause__ is None
-    assert "secret" not in str(refused)
-    assert await store.find_task(bad.task_id) is None
-
-
-async def test_rejection_by_a_constraint_names_it_and_no_values(store):
-    task = await start(store)
-    secret = replace(call(hard=None), body=b"a secret")
-
-    with pytest.raises(Rejected) as caught:
-        await store.put(put_of(task, going(), opens=(secret,)))
-
-    assert "call_open_is_due_or_a_send" in str(caught.value)
-    assert "secret" not in str(caught.value)
-
-
-async def test_progress_that_jsonb_refuses_fails_alone(store):
-    first, second = calls(2)
-    await park(store, [first, second])
-
-    rulings = await asyncio.gather(
-        store.claim(Arrival(first.call_id, None, b"", progress={"message": "\0"})),
-        store.claim(ok(second)),
-        return_exceptions=True,
-    )
-
-    assert isinstance(rulings[0], Rejected)
-    assert not isinstance(rulings[1], BaseException)
-    assert rulings[1].verdict is Verdict.RECORDED
-
-
-async def test_value_of_the_wrong_type_fails_alone_and_is_not_quoted(store):
-    good, bad = birth(), replace(birth(), digest="a secret")  # type: ignore[arg-type]
-
-    answers = await asyncio.gather(
-        store.put(birth_put(good, going())), store.put(birth_put(bad, going())), return_exceptions=True
-    )
-
-    assert isinstance(answers[0], PutDone)
-    assert isinstance(answers[1], Rejected)
-    assert "secret" not in str(answers[1])
-
-
-async def test_call_id_that_exists_already_fails_alone(store):
+async def test_marking_what_is_locked_or_unknown_waits_for_nobody(store, sql):
     (one,) = calls(1)
     await park(store, [one])
-    newborn = birth()
+    async with sql.transaction():
+        await sql.execute("SELECT FROM coatcheck.call FOR UPDATE")
 
-    with pytest.raises(Rejected, match="call_pkey"):
-        await store.put(birth_put(newborn, parking(all_of([one])), opens=(one,)))
-
-    assert await store.find_task(newborn.task_id) is None
+        async with asyncio.timeout(2):
+            await store.mark_sent([one.call_id, call().call_id])
+            await store.mark_final_sent([new_id()])
 
 
 # --- a task that goes while somebody reaches for it ---

@@ -8,6 +8,7 @@ from datetime import timedelta
 import asyncpg
 import pytest
 from sqlalchemy import event
+from tests.store.bench import Bench
 from tests.store.kit import (
     all_of,
     birth,
@@ -72,12 +73,12 @@ async def statements(store: Store):
 
 
 @pytest.mark.parametrize("is_analyzed", [True, False], ids=["analyzed", "fresh"])
-async def test_hot_statements_use_indexes(store, sql, statements, is_analyzed):
+async def test_hot_statements_use_indexes(store, sql, bench, statements, is_analyzed):
     await sql.execute(AT_REST)
     if is_analyzed:
         await sql.execute("ANALYZE coatcheck.task, coatcheck.call, coatcheck.journal")
 
-    await _do_everything(store, sql)
+    await _do_everything(store, sql, bench)
 
     plans = {statement: await _plan(sql, statement, values) for statement, values in statements}
     assert len(plans) > 25
@@ -100,7 +101,7 @@ async def _plan(sql: asyncpg.Connection, statement: str, values: tuple) -> str:
     return "\n".join(row[0] for row in await sql.fetch(f"EXPLAIN {statement}", *values))
 
 
-async def _do_everything(store: Store, sql: asyncpg.Connection) -> None:
+async def _do_everything(store: Store, sql: asyncpg.Connection, bench: Bench) -> None:
     members = calls(4)
     await park(store, members, need(2, members), entries=(entry(),))
     await asyncio.gather(store.claim(ok(members[0])), store.claim(progress(members[2])))
@@ -117,13 +118,13 @@ async def _do_everything(store: Store, sql: asyncpg.Connection) -> None:
     await store.accept(Request(newborn))
     await store.accept(Request(newborn, is_redelivered=True))
     running = await start(store)
-    await end_lease(sql, running.task_id)
+    await end_lease(bench, running.task_id)
     await store.renew([Renewal(running.task_id, running.epoch)], lease=timedelta())
     await store.resume(Wake(running.task_id, running.epoch))
     await store.mark_sent([call().call_id])
     await store.mark_final_sent([task.task_id])
     await park(store, [late := call()])
-    await make_due(sql, late)
+    await make_due(bench, late)
     await store.look(limit=100, again=timedelta(seconds=30))
     await store.next_look()
     await sql.execute("UPDATE coatcheck.task SET due_at = now() WHERE id = $1", task.task_id)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from tests.store.kit import (
@@ -106,7 +107,7 @@ async def test_second_birth_of_one_id_is_refused_with_the_row_that_is_there(stor
     assert answer.task.state is TaskState.PARKED
 
 
-async def test_two_births_of_one_id_at_once_leave_one(store, other, sql):
+async def test_two_births_of_one_id_at_once_leave_one(store, other, bench):
     for _ in range(50):
         newborn = birth()
 
@@ -115,7 +116,7 @@ async def test_two_births_of_one_id_at_once_leave_one(store, other, sql):
         )
 
         assert sorted(type(answer).__name__ for answer in answers) == ["PutDone", "PutRefused"]
-    assert await sql.fetchval("SELECT count(*) FROM coatcheck.call") == 50
+    assert len((await bench.read())["call"]) == 50
 
 
 async def test_two_births_of_one_id_in_one_batch_leave_the_first(store):
@@ -129,6 +130,21 @@ async def test_two_births_of_one_id_in_one_batch_leave_the_first(store):
     assert isinstance(answers[1], PutDone)
     assert isinstance(answers[2], PutRefused)
     assert decode((await get(store, task_id)).request) == "first"
+
+
+async def test_put_of_a_row_that_is_gone_writes_nothing_into_a_birth_of_its_id_in_the_same_batch(store):
+    """Retention took the task of a run that had stood still, and its request came again at that very moment."""
+    task = await start(store, newborn := birth())
+    await written(store, put_of(task, done(keep=timedelta())))
+    await store.retire(limit=1)
+
+    answers = await asyncio.gather(
+        store.put(put_of(task, done("of the old run"))), store.put(birth_put(newborn, going()))
+    )
+
+    assert answers[0] == PutRefused(None)
+    assert isinstance(answers[1], PutDone)
+    assert (await get(store, newborn.task_id)).state is TaskState.RUNNING
 
 
 async def test_two_different_puts_of_one_run_at_once_let_one_through(store):
@@ -277,7 +293,7 @@ async def test_park_on_a_failure_that_came_meanwhile_goes_on(store):
     assert [news.state for news in answer.news] == [CallState.FAILED]
 
 
-async def test_park_against_a_reply_at_the_same_instant_never_strands_the_task(store, other, sql):
+async def test_park_against_a_reply_at_the_same_instant_never_strands_the_task(store, other, bench):
     for _ in range(100):
         task = await start(store)
         (one,) = calls(1)
@@ -288,7 +304,7 @@ async def test_park_against_a_reply_at_the_same_instant_never_strands_the_task(s
 
         assert isinstance(answer, PutDone)
         assert (answer.is_parked, ruling.verdict) in [(True, Verdict.GRANTED), (False, Verdict.RECORDED)]
-    await assert_sound(sql)
+    await assert_sound(bench)
 
 
 async def test_news_are_in_order_and_end_with_the_runs_own_entries(store):
@@ -322,7 +338,7 @@ async def test_call_without_a_due_time_is_refused_by_the_database(store):
 # --- ends ---
 
 
-async def test_finish_closes_what_is_open_and_names_it_for_cancelling(store, sql):
+async def test_finish_closes_what_is_open_and_names_it_for_cancelling(store, bench):
     task = await start(store)
     members, bell = calls(2), timer()
     await written(store, put_of(task, going(), opens=(*members, bell)))
@@ -332,17 +348,17 @@ async def test_finish_closes_what_is_open_and_names_it_for_cancelling(store, sql
     assert {peer.call_id for peer in answer.cancels} == {one.call_id for one in members}
     states = {line.key: line.state for line in await store.task_lines(task.task_id)}
     assert states == dict.fromkeys(("search#1", "search#2", "sleep#1"), CallState.CLOSED) | {"plan#1": CallState.OK}
-    await assert_sound(sql)
+    await assert_sound(bench)
 
 
-async def test_finish_opens_no_call_but_lets_a_send_leave(store, sql):
+async def test_finish_opens_no_call_but_lets_a_send_leave(store, bench):
     note = send()
     task = await start(store)
 
     await written(store, put_of(task, done(), opens=(note, call())))
 
     assert [(line.kind, line.is_sent) for line in await store.task_lines(task.task_id)] == [(Kind.SEND, False)]
-    await assert_sound(sql)
+    await assert_sound(bench)
 
 
 async def test_closing_a_call_that_was_answered_meanwhile_changes_nothing(store):
@@ -360,7 +376,7 @@ async def test_closing_a_call_that_was_answered_meanwhile_changes_nothing(store)
     assert states == {"search#1": CallState.OK, "search#2": CallState.CLOSED}
 
 
-async def test_sequence_numbers_are_unique_across_all_that_a_task_does(store, sql):
+async def test_sequence_numbers_are_unique_across_all_that_a_task_does(store, bench):
     members = calls(4)
     task_id = await park(store, [*members, send()], need(2, members), entries=(entry("a#1"), entry("b#1")))
     await store.claim(ok(members[0]))
@@ -374,7 +390,7 @@ async def test_sequence_numbers_are_unique_across_all_that_a_task_does(store, sq
 
     assert len(seqs) == 10
     assert seqs == sorted(set(seqs))
-    await assert_sound(sql)
+    await assert_sound(bench)
 
 
 async def test_finish_keeps_the_value_and_a_printable_traceback(store):
@@ -388,7 +404,7 @@ async def test_finish_keeps_the_value_and_a_printable_traceback(store):
     assert ended.finished_at is not None
 
 
-async def test_retry_forgets_failures_and_keeps_successes(store, sql):
+async def test_retry_forgets_failures_and_keeps_successes(store, bench):
     (one,), good = calls(1), entry("good#1")
     await park(store, [one], entries=(good, entry("bad#1", is_ok=False)))
     task = (await store.claim(failed(one))).task
@@ -397,21 +413,21 @@ async def test_retry_forgets_failures_and_keeps_successes(store, sql):
         store, put_of(task, again("good#1", "bad#1", "search#1", "new#1"), entries=(entry("new#1", is_ok=False),))
     )
 
-    ruling = await _resume(store, sql, task.task_id)
+    ruling = await _resume(store, bench, task.task_id)
 
     assert [it.key for it in ruling.history.recorded] == ["good#1"]
     assert ruling.task is not None
     assert ruling.task.attempt == 2
 
 
-async def test_retry_keeps_calls_open_and_their_replies(store, sql):
+async def test_retry_keeps_calls_open_and_their_replies(store, bench):
     (one,) = calls(1)
     task = await start(store)
     await written(store, put_of(task, again("search#1"), opens=(one,)))
 
     assert (await store.claim(ok(one))).verdict is Verdict.RECORDED
 
-    ruling = await _resume(store, sql, task.task_id)
+    ruling = await _resume(store, bench, task.task_id)
     assert [it.key for it in ruling.history.recorded] == ["search#1"]
 
 
@@ -468,8 +484,8 @@ async def test_empty_changes_record_a_lease_only(store):
     assert (await get(store, task.task_id)).checkpoint == 2
 
 
-async def _resume(store, sql, task_id: TaskId):
-    await end_lease(sql, task_id)
+async def _resume(store, bench, task_id: TaskId):
+    await end_lease(bench, task_id)
     task = await get(store, task_id)
     ruling = await store.resume(Wake(task_id, task.epoch))
     assert ruling.verdict is Verdict.GRANTED

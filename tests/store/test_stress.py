@@ -134,10 +134,10 @@ class Replica:
         await self.store.mark_final_sent([one.task_id for one in self.births])
 
 
-async def test_replicas_at_random_never_deadlock_and_leave_sound_rows(store_url, sql, collisions):
+async def test_replicas_at_random_never_deadlock_and_leave_sound_rows(bench, collisions):
     births = [birth() for _ in range(TASK_COUNT)]
     known: dict[TaskId, list[NewCall]] = {}
-    replicas = [Replica(Store(store_url), seed, births, known) for seed in range(4)]
+    replicas = [Replica(bench.replica(), seed, births, known) for seed in range(4)]
     until = asyncio.get_running_loop().time() + SECONDS
 
     await asyncio.gather(*(replica.work(until) for replica in replicas))
@@ -145,15 +145,15 @@ async def test_replicas_at_random_never_deadlock_and_leave_sound_rows(store_url,
     assert collisions == []
     count = sum((replica.count for replica in replicas), Counter())
     assert all(count[happened] > 0 for happened in HAPPENS), f"the test does too little: {count}"
-    await assert_sound(sql)
+    await assert_sound(bench)
     assert await replicas[0].store.without_waker() == []
     for replica in replicas:
         await replica.store.close()
 
 
-async def test_fan_out_answered_on_four_replicas_at_once_resumes_once(store_url, sql, collisions):
+async def test_fan_out_answered_on_four_replicas_at_once_resumes_once(bench, collisions):
     """Every reply wants the same row: they wait for it in groups, and no reply is lost."""
-    stores = [Store(store_url) for _ in range(4)]
+    stores = [bench.replica() for _ in range(4)]
     members = calls(400)
     await stores[0].put(parking_put(birth(), members))
 
@@ -162,14 +162,13 @@ async def test_fan_out_answered_on_four_replicas_at_once_resumes_once(store_url,
     verdicts = [ruling.verdict for ruling in rulings]
     assert (verdicts.count(Verdict.GRANTED), verdicts.count(Verdict.RECORDED)) == (1, 399)
     assert collisions == []
-    await assert_sound(sql)
+    await assert_sound(bench)
     for store in stores:
         await store.close()
 
 
-async def test_outage_in_the_middle_of_the_work_leaves_sound_rows(store_url, sql):
+async def test_outage_in_the_middle_of_the_work_leaves_sound_rows(store, sql, bench):
     """Backends die at any moment; whoever was told so repeats, as the worker does."""
-    store = Store(store_url)
     members = [call() for _ in range(60)]
     is_over = False
 
@@ -205,5 +204,4 @@ async def test_outage_in_the_middle_of_the_work_leaves_sound_rows(store_url, sql
 
     assert await sql.fetchval("SELECT count(*) FROM coatcheck.task WHERE state = 'done' AND epoch >= 2") == 60
     assert await sql.fetchval("SELECT count(*) FROM coatcheck.call WHERE state = 'ok'") == 60
-    await assert_sound(sql)
-    await store.close()
+    await assert_sound(bench)

@@ -44,23 +44,21 @@ async def look(store):
     return await store.look(limit=100, again=AGAIN)
 
 
-async def minute_passes(sql):
+async def minute_passes(bench):
     """Let everything be a minute nearer."""
-    for table in ("task", "call"):
-        await sql.execute(f"""
-            UPDATE coatcheck.{table} SET look_at = look_at - interval '61 s', due_at = due_at - interval '61 s'""")
+    await bench.let_pass(timedelta(seconds=61))
 
 
 # --- calls ---
 
 
-async def test_call_that_is_due_is_found_once_and_again_after_a_while(store, sql):
+async def test_call_that_is_due_is_found_once_and_again_after_a_while(store, bench):
     (one,) = calls(1)
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
 
     first, second = await look(store), await look(store)
-    await minute_passes(sql)
+    await minute_passes(bench)
     third = await look(store)
 
     assert [peer.call_id for peer in first.due] == [one.call_id]
@@ -69,10 +67,10 @@ async def test_call_that_is_due_is_found_once_and_again_after_a_while(store, sql
     assert first.oldest >= timedelta(seconds=1)
 
 
-async def test_two_sweepers_share_what_is_due(store, other, sql):
+async def test_two_sweepers_share_what_is_due(store, other, bench):
     members = calls(40)
     await park(store, members)
-    await make_due(sql, *members)
+    await make_due(bench, *members)
 
     looks = await asyncio.gather(*(one.look(limit=10, again=AGAIN) for one in (store, other) for _ in range(4)))
 
@@ -82,14 +80,14 @@ async def test_two_sweepers_share_what_is_due(store, other, sql):
     assert {*found, *(peer.call_id for peer in rest.due)} == {one.call_id for one in members}
 
 
-async def test_call_not_known_to_be_sent_comes_up_after_a_minute_and_then_again(store, sql):
+async def test_call_not_known_to_be_sent_comes_up_after_a_minute_and_then_again(store, bench):
     one = call(hard=timedelta(hours=1))
     await park(store, [one])
     assert not await look(store)
 
-    await minute_passes(sql)
+    await minute_passes(bench)
     first = await look(store)
-    await minute_passes(sql)
+    await minute_passes(bench)
     second = await look(store)
 
     assert [peer.call_id for peer in first.unsent] == [one.call_id]
@@ -97,10 +95,10 @@ async def test_call_not_known_to_be_sent_comes_up_after_a_minute_and_then_again(
     assert first.due == ()
 
 
-async def test_unsent_call_that_is_looked_at_still_times_out_on_time(store, sql):
+async def test_unsent_call_that_is_looked_at_still_times_out_on_time(store, bench):
     one = call(hard=timedelta(seconds=70))
     await park(store, [one])
-    await minute_passes(sql)
+    await minute_passes(bench)
     await store.look(limit=10, again=timedelta(hours=1))
 
     next_look = await store.next_look()
@@ -109,7 +107,7 @@ async def test_unsent_call_that_is_looked_at_still_times_out_on_time(store, sql)
     assert next_look < timedelta(seconds=10)
 
 
-async def test_call_marked_as_sent_is_next_looked_at_when_it_is_due(store, sql):
+async def test_call_marked_as_sent_is_next_looked_at_when_it_is_due(store):
     one = call(hard=timedelta(minutes=10))
     await park(store, [one])
 
@@ -120,10 +118,10 @@ async def test_call_marked_as_sent_is_next_looked_at_when_it_is_due(store, sql):
     assert timedelta(minutes=9) < next_look < timedelta(minutes=10)
 
 
-async def test_progress_moves_what_is_due(store, sql):
+async def test_progress_moves_what_is_due(store, bench):
     one = call(idle=timedelta(minutes=5))
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
 
     await store.claim(progress(one))
 
@@ -133,49 +131,48 @@ async def test_progress_moves_what_is_due(store, sql):
     assert next_look > timedelta(minutes=4)
 
 
-async def test_answered_call_is_never_looked_at_again(store, sql):
+async def test_answered_call_is_never_looked_at_again(store, bench):
     first, second = call("a#1"), call("b#1", hard=timedelta(hours=1))
     await park(store, [first, second])
     await store.mark_sent([second.call_id])
     await store.claim(ok(first))
 
-    await minute_passes(sql)
+    await minute_passes(bench)
 
     assert not await look(store)
 
 
-async def test_send_comes_up_until_it_is_marked_and_is_over_then(store, sql):
+async def test_send_comes_up_until_it_is_marked_and_is_over_then(store, bench):
     note = send()
     task = await start(store)
     await written(store, put_of(task, done(), opens=(note,)))
-    await minute_passes(sql)
+    await minute_passes(bench)
     assert [peer.call_id for peer in (await look(store)).unsent] == [note.call_id]
 
     await store.mark_sent([note.call_id])
 
-    await minute_passes(sql)
+    await minute_passes(bench)
     assert not await look(store)
     (line,) = await store.task_lines(task.task_id)
     assert (line.state, line.is_sent) == (CallState.OK, True)
 
 
-async def test_marking_what_is_locked_or_unknown_waits_for_nobody(store, sql):
-    (one,) = calls(1)
-    await park(store, [one])
-    async with sql.transaction():
-        await sql.execute("SELECT FROM coatcheck.call FOR UPDATE")
+async def test_marking_what_is_unknown_or_unfinished_changes_nothing(store, bench):
+    task = await start(store)
+    before = await bench.read()
 
-        async with asyncio.timeout(2):
-            await store.mark_sent([one.call_id, call().call_id])
-            await store.mark_final_sent([new_id()])
+    await store.mark_sent([call().call_id])
+    await store.mark_final_sent([new_id(), task.task_id])
+
+    assert await bench.read() == before
 
 
 # --- tasks ---
 
 
-async def test_run_whose_lease_is_over_is_found_with_its_epoch(store, sql):
+async def test_run_whose_lease_is_over_is_found_with_its_epoch(store, bench):
     task = await start(store)
-    await end_lease(sql, task.task_id)
+    await end_lease(bench, task.task_id)
 
     found = await look(store)
 
@@ -183,54 +180,54 @@ async def test_run_whose_lease_is_over_is_found_with_its_epoch(store, sql):
     assert not await look(store)
 
 
-async def test_task_to_be_tried_again_is_found_when_its_time_comes(store, sql):
+async def test_task_to_be_tried_again_is_found_when_its_time_comes(store, bench):
     task = await start(store)
     await written(store, put_of(task, again(delay=timedelta(seconds=50))))
     assert not await look(store)
 
-    await minute_passes(sql)
+    await minute_passes(bench)
 
     assert [it.state for it in (await look(store)).overdue] == [TaskState.RETRYING]
 
 
-async def test_parked_task_itself_is_never_looked_at(store, sql):
+async def test_parked_task_itself_is_never_looked_at(store, bench):
     one = call(hard=timedelta(hours=1))
     await park(store, [one])
     await store.mark_sent([one.call_id])
 
-    await minute_passes(sql)
+    await minute_passes(bench)
 
     assert not await look(store)
 
 
-async def test_final_reply_of_a_detached_run_comes_up_until_it_is_marked(store, sql):
+async def test_final_reply_of_a_detached_run_comes_up_until_it_is_marked(store, bench):
     task = await start(store)
     await written(store, put_of(task, done(is_detached=True)))
     for _ in range(2):
-        await minute_passes(sql)
+        await minute_passes(bench)
         assert [it.task_id for it in (await look(store)).unsent_finals] == [task.task_id]
 
     await store.mark_final_sent([task.task_id])
 
-    await minute_passes(sql)
+    await minute_passes(bench)
     assert not await look(store)
     assert await store.next_look() is None
 
 
-async def test_final_reply_that_its_trigger_brings_back_is_not_the_sweepers(store, sql):
+async def test_final_reply_that_its_trigger_brings_back_is_not_the_sweepers(store, bench):
     task = await start(store)
     await written(store, put_of(task, done()))
 
-    await minute_passes(sql)
+    await minute_passes(bench)
 
     assert not await look(store)
 
 
-async def test_final_reply_of_a_cancelled_task_comes_up(store, sql):
+async def test_final_reply_of_a_cancelled_task_comes_up(store, bench):
     task_id = await park(store, calls(1))
     await store.cancel(cancel_of(task_id))
 
-    await minute_passes(sql)
+    await minute_passes(bench)
 
     assert [it.task_id for it in (await look(store)).unsent_finals] == [task_id]
 
@@ -239,10 +236,10 @@ async def test_next_look_is_none_when_nothing_waits(store):
     assert await store.next_look() is None
 
 
-async def test_next_look_ignores_what_waits_for_retention(store, sql):
+async def test_next_look_ignores_what_waits_for_retention(store, bench):
     task = await start(store)
     await written(store, put_of(task, done(keep=timedelta()), opens=(send(),)))
-    await sql.execute("UPDATE coatcheck.call SET look_at = now() + interval '1 h'")
+    await bench.set_calls(look_at=timedelta(hours=1))
 
     next_look = await store.next_look()
 
@@ -250,10 +247,10 @@ async def test_next_look_ignores_what_waits_for_retention(store, sql):
     assert next_look > MINUTE
 
 
-async def test_next_look_is_negative_when_something_is_overdue(store, sql):
+async def test_next_look_is_negative_when_something_is_overdue(store, bench):
     (one,) = calls(1)
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
 
     next_look = await store.next_look()
 
@@ -264,9 +261,9 @@ async def test_next_look_is_negative_when_something_is_overdue(store, sql):
 # --- leases ---
 
 
-async def test_renewing_moves_the_lease_of_our_runs_and_tells_which_are_not_ours(store, sql):
+async def test_renewing_moves_the_lease_of_our_runs_and_tells_which_are_not_ours(store, bench):
     ours, lost = await start(store), await start(store)
-    await end_lease(sql, ours.task_id)
+    await end_lease(bench, ours.task_id)
 
     kept = await store.renew([Renewal(ours.task_id, ours.epoch), Renewal(lost.task_id, lost.epoch + 1)], lease=MINUTE)
 
@@ -302,10 +299,19 @@ async def test_detaching_leaves_nothing_for_a_redelivered_trigger_to_take(store)
     assert (await get(store, task.task_id)).epoch == task.epoch
 
 
+async def test_task_given_back_was_never_picked_up(store):
+    task = await start(store)
+
+    await store.give_back([Renewal(task.task_id, task.epoch)], lease=timedelta(0), detaches=True)
+    found = await store.find_task(task.task_id)
+
+    assert (found.pickups, found.trigger) == (max(0, task.pickups - 1), None)
+
+
 # --- retention ---
 
 
-async def test_finished_task_goes_when_its_time_to_be_kept_is_over(store, sql):
+async def test_finished_task_goes_when_its_time_to_be_kept_is_over(store, bench):
     (one,) = calls(1)
     await park(store, [one], entries=(entry(),))
     task = await resumed(store, one)
@@ -313,8 +319,7 @@ async def test_finished_task_goes_when_its_time_to_be_kept_is_over(store, sql):
 
     assert await store.retire(limit=10) == 1
 
-    for table in ("task", "call", "journal"):
-        assert await sql.fetchval(f"SELECT count(*) FROM coatcheck.{table}") == 0
+    assert await bench.read() == {"task": {}, "call": {}, "journal": {}}
 
 
 async def test_finished_task_stays_while_it_is_to_be_kept(store):
@@ -324,19 +329,19 @@ async def test_finished_task_stays_while_it_is_to_be_kept(store):
     assert await store.retire(limit=10) == 0
 
 
-async def test_tombstone_goes_when_its_time_is_over(store, sql):
+async def test_tombstone_goes_when_its_time_is_over(store, bench):
     await store.cancel(cancel_of(new_id()))
     assert await store.retire(limit=10) == 0
-    await sql.execute("UPDATE coatcheck.task SET due_at = now()")
+    await bench.set_tasks(due_at=timedelta())
 
     assert await store.retire(limit=10) == 1
 
 
-async def test_unfinished_tasks_never_go(store, sql):
+async def test_unfinished_tasks_never_go(store, bench):
     await park(store, calls(1))
     running, retrying = await start(store), await start(store)
     await written(store, put_of(retrying, again()))
-    await sql.execute("UPDATE coatcheck.task SET look_at = now() - interval '1 y', due_at = now() - interval '1 y'")
+    await bench.set_tasks(look_at=timedelta(days=-365), due_at=timedelta(days=-365))
 
     assert await store.retire(limit=10) == 0
     assert (await get(store, running.task_id)).state is TaskState.RUNNING
@@ -352,11 +357,11 @@ async def test_finished_task_with_a_send_that_never_left_stays(store):
     assert await store.retire(limit=10) == 1
 
 
-async def test_final_reply_that_was_never_tried_keeps_its_task_though_its_time_is_over(store, sql):
+async def test_final_reply_that_was_never_tried_keeps_its_task_though_its_time_is_over(store, bench):
     task = await start(store)
     await written(store, put_of(task, done(keep=timedelta(), is_detached=True)))
     assert await store.retire(limit=10) == 0
-    await minute_passes(sql)
+    await minute_passes(bench)
 
     found = await look(store)
 
@@ -391,10 +396,10 @@ async def test_sound_tasks_all_have_a_waker(store):
     assert (await store.repair(after=NOWHERE, limit=10, quiet=timedelta()))[0] == 0
 
 
-async def test_parked_task_whose_calls_were_closed_by_hand_is_found_and_woken(store, sql):
+async def test_parked_task_whose_calls_were_closed_by_hand_is_found_and_woken(store, bench):
     members = calls(2)
     task_id = await park(store, members)
-    await sql.execute("UPDATE coatcheck.call SET state = 'failed', seq = 1, look_at = NULL")
+    await bench.set_calls(state=CallState.FAILED, seq=1, look_at=None)
     assert await store.without_waker() == [task_id]
 
     woken, _ = await store.repair(after=NOWHERE, limit=10, quiet=timedelta())
@@ -405,10 +410,10 @@ async def test_parked_task_whose_calls_were_closed_by_hand_is_found_and_woken(st
     assert (await store.resume(Wake(task_id, overdue.epoch))).verdict is Verdict.GRANTED
 
 
-async def test_parked_task_whose_wait_is_over_is_woken_though_other_calls_are_open(store, sql):
+async def test_parked_task_whose_wait_is_over_is_woken_though_other_calls_are_open(store, bench):
     waited, other_call = calls(2)
     task_id = await park(store, [waited, other_call], all_of([waited]))
-    await sql.execute("UPDATE coatcheck.call SET state = 'ok', seq = 1, look_at = NULL WHERE id = $1", waited.call_id)
+    await bench.set_calls(waited.call_id, state=CallState.OK, seq=1, look_at=None)
 
     assert await store.without_waker() == [task_id]
     assert (await store.repair(after=NOWHERE, limit=10, quiet=timedelta()))[0] == 1
@@ -426,9 +431,9 @@ async def test_repair_goes_through_the_tasks_in_portions(store):
     assert (first, second, end) == (ids[2], ids[4], (0, None))
 
 
-async def test_repair_leaves_tasks_alone_that_moved_a_moment_ago(store, sql):
+async def test_repair_leaves_tasks_alone_that_moved_a_moment_ago(store, bench):
     await park(store, calls(1))
-    await sql.execute("UPDATE coatcheck.call SET state = 'failed', seq = 1, look_at = NULL")
+    await bench.set_calls(state=CallState.FAILED, seq=1, look_at=None)
 
     assert (await store.repair(after=NOWHERE, limit=10, quiet=MINUTE))[0] == 0
 
@@ -445,7 +450,7 @@ async def test_listing_and_counting_tell_tasks_by_service_and_state(store):
     assert [it.state for it in await store.list_tasks(states=[TaskState.PARKED])] == [TaskState.PARKED]
 
 
-async def test_lines_tell_a_tasks_story_with_open_calls_last(store, sql):
+async def test_lines_tell_a_tasks_story_with_open_calls_last(store):
     first, second = calls(2)
     task_id = await park(store, [first, second], entries=(entry(),))
     await store.claim(progress(second))
@@ -477,10 +482,10 @@ async def test_task_comes_back_as_it_was_written(store):
     assert (task.traceparent, task.tracestate) == ("00-trace", "a=b")
 
 
-async def test_timeout_emitted_twice_is_applied_once(store, sql):
+async def test_timeout_emitted_twice_is_applied_once(store, bench):
     (one,) = calls(1)
     await park(store, [one])
-    await make_due(sql, one)
+    await make_due(bench, one)
 
     verdicts = [(await store.claim(timeout(one))).verdict for _ in range(2)]
 

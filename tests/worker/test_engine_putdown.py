@@ -329,13 +329,13 @@ async def test_cancel_reaches_the_handler_as_cancelled_error(state):
     await until(lambda: "began" in SEEN and (state not in ("step", "branches") or "started" in SEEN))
     desk.run.cancel("the customer left")
 
-    assert await running == Cancelled()
+    assert await running == Cancelled("the customer left")
     assert any("cancelled" in each for each in SEEN)
     assert SEEN.count("started") == SEEN.count("stopped")
 
 
 async def test_cancel_and_abandon_before_the_first_step():
-    for verb, outcome in ((lambda run: run.cancel("x"), Cancelled()), (lambda run: run.abandon(), Abandoned())):
+    for verb, outcome in ((lambda run: run.cancel("x"), Cancelled("x")), (lambda run: run.abandon(), Abandoned())):
         desk = Desk(waiting_for("call"))
         verb(desk.begin())
         assert await desk.run.execute() == outcome
@@ -351,7 +351,7 @@ async def test_cancel_and_abandon_during_a_commit(verb):
     outcome = await desk.run.execute()
 
     # The commit was on its way, so its word counts: the row is parked, unless the task was cancelled under it.
-    assert outcome in (Parked(), Cancelled())
+    assert outcome in (Parked(), Cancelled("x"))
 
 
 async def test_handler_that_ignores_a_cancel_is_cancelled_all_the_same(monkeypatch):
@@ -369,7 +369,7 @@ async def test_handler_that_ignores_a_cancel_is_cancelled_all_the_same(monkeypat
     await asyncio.sleep(0.001)
     desk.run.cancel("now")
 
-    assert await running == Cancelled()
+    assert await running == Cancelled("now")
 
 
 async def test_superseded_in_a_commit_abandons():

@@ -1,6 +1,7 @@
 """Tasks at rest: rows, SQL, codecs and migrations. Stands alone; knows nothing of brokers or handlers."""
 
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, encode
+from coatcheck.store.memory import MemoryStore, Tables
 from coatcheck.store.migrate import migrate, newest_version
 from coatcheck.store.queries import Line
 from coatcheck.store.rows import CallId, CallState, Kind, Task, TaskId, TaskState
@@ -13,7 +14,9 @@ __all__ = [
     "CorruptBlob",
     "Kind",
     "Line",
+    "MemoryStore",
     "Store",
+    "Tables",
     "Task",
     "TaskId",
     "TaskState",

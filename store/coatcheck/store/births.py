@@ -8,7 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coatcheck.store.database import columns, rows
-from coatcheck.store.records import addresses_json
+from coatcheck.store.records import addresses_json, to_json
 from coatcheck.store.rows import Birth, TaskId
 
 REQUEST_TRIGGER = "request"
@@ -17,17 +17,18 @@ REQUEST_TRIGGER = "request"
 # still waited for is another birth of the same id that is not committed yet.
 INSERT_BIRTHS = text("""
     INSERT INTO coatcheck.task (id, service, handler, version, state, epoch, trigger, identity, digest, correlation_id,
-                                request, addresses, traceparent, tracestate, pickups, due_at, look_at)
+                                request, addresses, traceparent, tracestate, caller_subject, caller_claims, pickups,
+                                due_at, look_at)
     SELECT id, service, handler, version, 'running', 1, trigger, identity, digest, correlation_id, request,
-           addresses::jsonb, traceparent, tracestate, pickups,
+           addresses::jsonb, traceparent, tracestate, caller_subject, caller_claims::jsonb, pickups,
            clock_timestamp() + lease_s * interval '1 s', clock_timestamp() + lease_s * interval '1 s'
       FROM unnest(CAST(:id AS uuid[]), CAST(:service AS text[]), CAST(:handler AS text[]), CAST(:version AS text[]),
                   CAST(:trigger AS text[]), CAST(:identity AS text[]), CAST(:digest AS bytea[]),
                   CAST(:correlation_id AS text[]), CAST(:request AS bytea[]), CAST(:addresses AS text[]),
-                  CAST(:traceparent AS text[]), CAST(:tracestate AS text[]), CAST(:pickups AS integer[]),
-                  CAST(:lease_s AS float8[]))
+                  CAST(:traceparent AS text[]), CAST(:tracestate AS text[]), CAST(:caller_subject AS text[]),
+                  CAST(:caller_claims AS text[]), CAST(:pickups AS integer[]), CAST(:lease_s AS float8[]))
         AS u(id, service, handler, version, trigger, identity, digest, correlation_id, request, addresses, traceparent,
-             tracestate, pickups, lease_s)
+             tracestate, caller_subject, caller_claims, pickups, lease_s)
      WHERE NOT EXISTS (SELECT FROM coatcheck.task t WHERE t.id = u.id)
      ORDER BY id
     ON CONFLICT (id) DO NOTHING
@@ -58,6 +59,8 @@ async def insert_births(
             "addresses": addresses_json([birth.address] if birth.address else []),
             "traceparent": birth.traceparent,
             "tracestate": birth.tracestate,
+            "caller_subject": birth.caller.subject if birth.caller else None,
+            "caller_claims": to_json(birth.caller.claims) if birth.caller else None,
             "pickups": pickups,
             "lease_s": lease_s,
         }

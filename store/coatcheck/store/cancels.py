@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,28 +52,42 @@ CLOSED_CALLS = text(f"""
 
 
 async def cancel(connection: AsyncConnection, asks: Sequence[CancelAsk], waits: bool) -> Sequence[Ruling | Busy]:
-    """End unfinished tasks as cancelled. RECORDED: cancelled now; FINISHED: it had ended before; UNKNOWN: tombstone."""
+    """End unfinished tasks as cancelled. RECORDED: cancelled now; FINISHED: it had ended before; UNKNOWN: tombstone, or
+    a task of another service, which is left alone.
+    """
     targets = await _targets(connection, asks)
-    unique: dict[TaskId, CancelAsk] = {}
-    for target, ask in zip(targets, asks, strict=True):
-        unique.setdefault(target, ask)
-    buried = await _bury(connection, unique)
-    locked = await lock_tasks(connection, (target for target in unique if target not in buried), waits=waits)
-    ending = {task.task_id: task for task in locked.tasks.values() if not task.state.is_final}
-    cancels = await _end(connection, ending, unique)
-    already = [task for task in locked.tasks.values() if task.task_id not in ending]
+    asked = list(zip(targets, asks, strict=True))
+    buried = await _bury(connection, _first(asked))
+    locked = await lock_tasks(connection, (target for target in targets if target not in buried), waits=waits)
+    first = _first((target, ask) for target, ask in asked if _is_own(ask, locked.tasks.get(target)))
+    own = [locked.tasks[target] for target in first]
+    ending = {task.task_id: task for task in own if not task.state.is_final}
+    cancels = await _end(connection, ending, first)
+    already = [task for task in own if task.task_id not in ending]
     await _find_peers_again(connection, already, cancels)
     rulings: list[Ruling | Busy] = []
-    for target, ask in zip(targets, asks, strict=True):
+    for target, ask in asked:
         task = locked.tasks.get(target)
-        if target in buried:
+        if target in buried or (task is not None and not _is_own(ask, task)):
             rulings.append(Ruling(Verdict.UNKNOWN))
         elif task is None:
             rulings.append(Busy(target))
         else:
-            by = unique[target] if target in ending else None
+            by = first[target] if target in ending else None
             rulings.append(_ruling(task, by, is_first=by is ask, cancels=tuple(cancels.get(target, ()))))
     return rulings
+
+
+def _first(asked: Iterable[tuple[TaskId, CancelAsk]]) -> dict[TaskId, CancelAsk]:
+    """Of several asks for one task the first one counts."""
+    first: dict[TaskId, CancelAsk] = {}
+    for target, ask in asked:
+        first.setdefault(target, ask)
+    return first
+
+
+def _is_own(ask: CancelAsk, task: Task | None) -> bool:
+    return task is not None and task.service == ask.service
 
 
 async def _bury(connection: AsyncConnection, asks: Mapping[TaskId, CancelAsk]) -> set[TaskId]:

@@ -120,6 +120,8 @@ async def claim(
             rulings[index] = Ruling(Verdict.UNKNOWN)
         elif arrival.call_id not in calls:
             rulings[index] = Busy(task_id)  # its task or, by a sweeper, its call is locked; or retention just took it
+        elif _is_foreign(arrival, locked.tasks[task_id]):
+            rulings[index] = Ruling(Verdict.UNKNOWN)
         else:
             call, task = calls[arrival.call_id], locked.tasks[task_id]
             verdict = _judge(arrival, call, is_closing=arrival.call_id in closing)
@@ -149,7 +151,7 @@ async def resume(
         trigger = f"resume:{one.epoch}"
         if one.task_id in locked.busy:
             rulings[index] = Busy(one.task_id)
-        elif task is None:
+        elif task is None or _is_foreign(one, task):
             rulings[index] = Ruling(Verdict.UNKNOWN)
         elif task.state in (TaskState.RUNNING, TaskState.RETRYING, TaskState.HELD) and task.epoch == one.epoch:
             is_over = one.task_id in locked.due and one.task_id not in batch.grants
@@ -187,6 +189,11 @@ async def accept(
         values = [addresses_json(task.addresses) for task in joining.values()]
         await connection.execute(ADDRESSES, {"id": list(joining), "addresses": values})
     return await _answer(connection, batch, locked, rulings, lease)
+
+
+def _is_foreign(arrived: Arrival | Wake, task: Task) -> bool:
+    """Tell whether it came on the queue of another service than the task's: whose code could not run the task."""
+    return arrived.service not in ("", task.service)
 
 
 def _judge(arrival: Arrival, call: Row[Any], *, is_closing: bool) -> Verdict:

@@ -14,10 +14,10 @@ What Postgres says becomes one of these; none of them carries a value that was w
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from ssl import SSLContext
 from typing import Any, TypeVar
 
 import asyncpg
@@ -28,8 +28,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from coatcheck import tls
 from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
 from coatcheck.points import reach
+from coatcheck.store.in_flight import InFlight
 
 T = TypeVar("T")
 
@@ -42,6 +44,10 @@ SERVER_SETTINGS = {
     "jit": "off",
 }
 _URL_OPTIONS = inspect.signature(asyncpg.connect).parameters.keys() | {"prepared_statement_cache_size"}
+# libpq's names, which every user of Postgres knows.
+TLS_OPTIONS = tls.Options(ca="sslrootcert", cert="sslcert", key="sslkey")
+_SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+_SHAPE = "write postgresql://user:password@host:5432/database, with %40 for an @ and %2F for a / in the password"
 CONNECT_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 35.0
 
@@ -54,12 +60,13 @@ _LOCK_TIMEOUT = "55P03"
 # What is missing, and who can help.
 _REMEDIES = {
     "28P01": "the password is wrong; correct COATCHECK_STORE",
-    "28000": "the server does not let this user in; correct COATCHECK_STORE, or the server's pg_hba.conf",
+    "28000": "the server does not let this user in; correct COATCHECK_STORE (its user; a client certificate, with "
+    "sslcert= and sslkey=), or the server's pg_hba.conf",
     "3D000": "create the database (createdb), then run `coatcheck migrate`",
     "3F000": "run `coatcheck migrate`",
     "42P01": "run `coatcheck migrate`",
     "42703": "the schema is of another release; run `coatcheck migrate` with the newest one",
-    "42501": "this user may not do that; grant it usage of the schema `coatcheck` and all rights on its tables",
+    "42501": "this user may not do that; docs/security.md has the grants each role needs",
 }
 # The values of a write: class 22 (data exceptions) and 23 (constraints).
 _REJECTION_CLASSES = ("22", "23")
@@ -81,8 +88,9 @@ class Database:
     """A pool of connections and the one way to run a transaction on it."""
 
     def __init__(self, url: str, *, pool_size: int = 8, command_timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        self.url = parse_url(url)
-        self._in_flight: set[asyncio.Future[Any]] = set()
+        address = parse_address(url)
+        self.url = address.url
+        self._in_flight = InFlight()
         self._engine = create_async_engine(
             self.url,
             pool_size=pool_size,
@@ -93,13 +101,13 @@ class Database:
                 "timeout": CONNECT_TIMEOUT_S,
                 "command_timeout": command_timeout_s,
                 "server_settings": SERVER_SETTINGS,
+                **({} if address.ssl is None else {"ssl": address.ssl}),
             },
         )
 
     async def close(self) -> None:
         """Wait for transactions whose callers have left, then close the connections."""
-        while self._in_flight:
-            await asyncio.wait(self._in_flight)
+        await self._in_flight.drain()
         await self._engine.dispose()
 
     async def transact(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
@@ -113,10 +121,7 @@ class Database:
             wait=wait_random_exponential(multiplier=0.01, max=0.5),
             reraise=True,
         )
-        running: asyncio.Future[T] = asyncio.ensure_future(retrying(self._once, work))
-        self._in_flight.add(running)
-        running.add_done_callback(self._in_flight.discard)
-        return await asyncio.shield(running)
+        return await self._in_flight.shield(retrying(self._once, work))
 
     async def _once(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         is_committing = False
@@ -139,6 +144,9 @@ class Database:
                 f"all connections to {self.place} are in use, and none came back within {CONNECT_TIMEOUT_S:g} s"
             ) from error
         except (OSError, TimeoutError) as error:
+            if (remedy := tls.explain(error, TLS_OPTIONS)) is not None:
+                not_ready = StoreNotReady(f"Postgres at {self.place} is not ready: {remedy}")
+                raise _in_doubt(not_ready, is_committing) from error
             reason = str(error) or type(error).__name__
             outage = StoreUnavailable(f"Postgres at {self.place} cannot be reached: {reason}")
             raise _in_doubt(outage, is_committing) from error
@@ -161,7 +169,7 @@ class Database:
     @property
     def place(self) -> str:
         """The address for messages, without its password."""
-        return self.url.render_as_string(hide_password=True).replace("+asyncpg", "")
+        return self.url.set(query={}).render_as_string(hide_password=True).replace("+asyncpg", "")
 
 
 def _rejection(error: BaseException | None) -> str:
@@ -178,23 +186,75 @@ def _in_doubt(error: Exception, is_committing: bool) -> Exception:
     return error
 
 
-def parse_url(url: str) -> URL:
-    """Read a `postgresql://` address. Raises InvalidSettings that says what is wrong with it."""
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address that was checked, and the TLS its options ask for; `ssl` None leaves it to the driver."""
+
+    url: URL
+    ssl: SSLContext | str | None
+    risk: str | None
+    """What somebody on the way could do; None: nothing, or there is no way."""
+
+
+def parse_address(text: str) -> Address:
+    """Read a `postgresql://` address. Raises InvalidSettings, which quotes nothing that may be a password."""
     try:
-        parsed = make_url(url)
+        parsed = make_url(text)
     except (ArgumentError, ValueError):
-        masked = re.sub(r":[^:@/]*@", ":***@", url)
-        raise InvalidSettings(
-            f"store address {masked!r} is not a URL; write postgresql://user:password@host:5432/database"
-        ) from None
+        raise InvalidSettings(f"the store address is not a URL; {_SHAPE}") from None
     if parsed.drivername not in ("postgres", "postgresql", "postgresql+asyncpg"):
-        raise InvalidSettings(f"store address starts with {parsed.drivername}://; only postgresql:// is known")
+        raise InvalidSettings(f"the store address starts with {parsed.drivername}://; only postgresql:// is known")
+    if "@" in (parsed.host or ""):
+        raise InvalidSettings(f"the host in the store address has an @ in it; {_SHAPE}")
     query = dict(parsed.query)
-    if "sslmode" in query:
-        query["ssl"] = query.pop("sslmode")
+    password = query.pop("password", None)
+    names = (TLS_OPTIONS.ca, TLS_OPTIONS.cert, TLS_OPTIONS.key)
+    files = {name: _text(query.pop(name)) for name in names if name in query}
+    mode = query.pop("sslmode", None) or query.pop("ssl", None) or ("verify-full" if files else None)
     if unknown := query.keys() - _URL_OPTIONS:
-        raise InvalidSettings(f"store address has options that asyncpg does not know: {', '.join(sorted(unknown))}")
-    return parsed.set(drivername="postgresql+asyncpg", query=query)
+        raise InvalidSettings(f"the store address has options that asyncpg does not know: {', '.join(sorted(unknown))}")
+    url = parsed.set(drivername="postgresql+asyncpg", query=query)
+    return Address(
+        url=url if password is None else url.set(password=_text(password)),
+        ssl=None if mode is None else _ssl(_text(mode), files),
+        risk=_risk(_text(query.get("host")) or url.host, mode, has_ca=TLS_OPTIONS.ca in files),
+    )
+
+
+def find_risk(text: str) -> str | None:
+    """Say what somebody between us and this store could do, and the remedy. None: nothing. Raises InvalidSettings."""
+    return parse_address(text).risk
+
+
+def _ssl(mode: str, files: Mapping[str, str]) -> SSLContext | str:
+    """As libpq has it: `require` verifies the CA if one is named, `verify-full` the name too."""
+    if mode not in _SSL_MODES:
+        raise InvalidSettings(f"sslmode in the store address must be one of {', '.join(_SSL_MODES)}")
+    if mode in ("disable", "allow", "prefer"):
+        if files:
+            raise InvalidSettings(f"{', '.join(files)} in the store address: TLS is not sure with sslmode={mode}")
+        return mode
+    return tls.make_context(
+        TLS_OPTIONS,
+        ca=files.get(TLS_OPTIONS.ca),
+        cert=files.get(TLS_OPTIONS.cert),
+        key=files.get(TLS_OPTIONS.key),
+        verifies=mode != "require" or TLS_OPTIONS.ca in files,
+        checks_name=mode == "verify-full",
+    )
+
+
+def _risk(host: str | None, mode: object, *, has_ca: bool) -> str | None:
+    if tls.is_local(host) or mode in ("verify-ca", "verify-full") or (mode == "require" and has_ca):
+        return None
+    if mode == "require":
+        return "encrypted, but the server's certificate is not verified; use sslmode=verify-full"
+    return "not encrypted for certain; use sslmode=verify-full"
+
+
+def _text(value: str | tuple[str, ...] | None) -> str:
+    """An option that is given several times counts once, the last time."""
+    return value[-1] if isinstance(value, tuple) else value or ""
 
 
 async def rows(connection: AsyncConnection, statement: TextClause, **values: Any) -> Sequence[Row[Any]]:

@@ -50,7 +50,9 @@ async def _upgrade(connection: AsyncConnection) -> str:
             "upgrade coatcheck here, or leave migrating to the newer release"
         )
     if found != newest_version():
-        await connection.execute(text("CREATE SCHEMA IF NOT EXISTS coatcheck"))
+        if (await connection.execute(text("SELECT to_regnamespace('coatcheck')"))).scalar() is None:
+            # Not IF NOT EXISTS: that needs the right to create schemas even where there is nothing to create.
+            await connection.execute(text("CREATE SCHEMA coatcheck"))
         await connection.run_sync(_run_alembic)
     return newest_version()
 

@@ -207,7 +207,7 @@ async def _fence(
         task = locked.tasks.get(one.task_id)
         if one.task_id in taken or one.task_id in locked.busy:
             answers[index] = Busy(one.task_id)  # two puts of one task in a batch: the second one waits its turn
-        elif one.task_id in born:
+        elif one.task_id in born and one.birth is not None:
             writing[index] = _Writing(one, None, 0)
             taken.add(one.task_id)
         elif task is None:

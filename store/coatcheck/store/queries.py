@@ -135,8 +135,10 @@ class Line:
     checkpoint: int
 
 
-async def find_tasks(connection: AsyncConnection, ids: Collection[TaskId]) -> dict[TaskId, Task]:
-    return {row.id: task_of(row) for row in await rows(connection, TASKS, ids=sorted(ids))}
+async def find_tasks(connection: AsyncConnection, ids: Sequence[TaskId], waits: bool) -> list[Task | None]:
+    """The tasks in the order of their ids, None where there is no row."""
+    found = {row.id: task_of(row) for row in await rows(connection, TASKS, ids=sorted(ids))}
+    return [found.get(task_id) for task_id in ids]
 
 
 async def list_tasks(

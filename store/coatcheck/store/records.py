@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from coatcheck.store.database import rows
 from coatcheck.store.rows import (
     Address,
+    Caller,
     CallState,
     History,
     Kind,
@@ -32,7 +33,7 @@ from coatcheck.store.rows import (
 TASK_COLUMNS = """
     t.id, t.service, t.handler, t.version, t.state, t.epoch, t.checkpoint, t.seq, t.attempt, t.pickups, t.trigger,
     t.identity, t.digest, t.correlation_id, t.request, t.addresses, t.traceparent, t.tracestate, t.value, t.traceback,
-    t.is_final_sent, t.progress, t.due_at, t.created_at, t.updated_at, t.finished_at
+    t.is_final_sent, t.progress, t.due_at, t.created_at, t.updated_at, t.finished_at, t.caller_subject, t.caller_claims
 """
 LOCK_TASKS = text(f"""
     SELECT {TASK_COLUMNS}, t.due_at <= clock_timestamp() AS is_due
@@ -161,6 +162,7 @@ def task_of(row: Row[Any]) -> Task:
         created_at=row.created_at,
         updated_at=row.updated_at,
         finished_at=row.finished_at,
+        caller=None if row.caller_subject is None else Caller(row.caller_subject, from_json(row.caller_claims) or {}),
     )
 
 

@@ -1,5 +1,7 @@
 """The values that travel between a run and the rows: what was recorded, what is open, what a run wants to write.
 
+What they carry for users (requests, results, failures) is left out of their `repr`, so that it reaches no log.
+
 States of a task, and who moves it::
 
                  put (park)                    claim (group met)
@@ -71,7 +73,7 @@ class Recorded:
     digest: bytes
     seq: int
     state: CallState
-    value: bytes  # a blob: the result, or a problem document unless `state` is OK
+    value: bytes = field(repr=False)  # a blob: the result, or a problem document unless `state` is OK
     call_id: CallId | None = None
 
 
@@ -96,7 +98,7 @@ class NewEntry:
     name: str
     digest: bytes
     is_ok: bool
-    value: bytes
+    value: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class NewCall:
     name: str
     digest: bytes
     peer: str = ""
-    body: bytes = b""  # a blob
+    body: bytes = field(default=b"", repr=False)  # a blob
     headers: Mapping[str, str] = field(default_factory=dict)
     handler: str | None = None
     idle: timedelta | None = None
@@ -174,6 +176,17 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asked for a task: what the app made of a token, and never the token itself.
+
+    `claims` are whatever the app wants to know of the caller later, fit for JSON.
+    """
+
+    subject: str
+    claims: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Birth:
     """A task's row as it is first written, by whoever writes it first."""
 
@@ -181,13 +194,14 @@ class Birth:
     service: str
     handler: str | None
     version: str
-    request: bytes  # a blob
+    request: bytes = field(repr=False)  # a blob
     digest: bytes
     identity: str | None = None
     address: Address | None = None
     correlation_id: str | None = None
     traceparent: str | None = None
     tracestate: str | None = None
+    caller: Caller | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +222,19 @@ class Task:
     identity: str | None
     digest: bytes
     correlation_id: str | None
-    request: bytes
+    request: bytes = field(repr=False)
     addresses: tuple[Address, ...]
     traceparent: str | None
     tracestate: str | None
-    value: bytes | None
-    traceback: str | None
+    value: bytes | None = field(repr=False)
+    traceback: str | None = field(repr=False)
     is_final_sent: bool
     progress: Mapping[str, Any] | None
     due_at: datetime | None
     created_at: datetime
     updated_at: datetime
     finished_at: datetime | None
+    caller: Caller | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +248,7 @@ class Peer:
     key: str
     peer: str
     handler: str | None
-    body: bytes
+    body: bytes = field(repr=False)
     headers: Mapping[str, str]
     hard_due_at: datetime | None
     traceparent: str | None
@@ -263,9 +278,9 @@ class Finish:
     """The final state. `is_detached`: no unacked trigger would bring a lost final reply back, so the sweeper will."""
 
     state: TaskState
-    value: bytes
+    value: bytes = field(repr=False)
     keep: timedelta
-    traceback: str | None = None
+    traceback: str | None = field(default=None, repr=False)
     is_detached: bool = False
 
 
@@ -274,8 +289,8 @@ class Again:
     """The attempt failed; forget the failures it stumbled over and run again after a delay."""
 
     delay: timedelta
-    failure: bytes
-    traceback: str | None
+    failure: bytes = field(repr=False)
+    traceback: str | None = field(repr=False)
     forget: tuple[str, ...] = ()
 
 
@@ -284,7 +299,7 @@ class Hold:
     """This code cannot run the task; keep it, say why, try again later."""
 
     delay: timedelta
-    failure: bytes
+    failure: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,22 +340,30 @@ class PutRefused:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A reply to one call. `state` None is a progress, which closes nothing; TIMED_OUT needs a call that is due."""
+    """A reply to one call. `state` None is a progress, which closes nothing; TIMED_OUT needs a call that is due.
+
+    `service` is whose queue it came on: another service's call is unknown there. Empty: any.
+    """
 
     call_id: CallId
     state: CallState | None
-    value: bytes
+    value: bytes = field(repr=False)
     is_redelivered: bool = False
     progress: Mapping[str, Any] | None = None
+    service: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """A `resume` message: pick the task up if it still stands at this epoch and its time is over."""
+    """A `resume` message: pick the task up if it still stands at this epoch and its time is over.
+
+    `service` is whose queue it came on: another service's task is unknown there. Empty: any.
+    """
 
     task_id: TaskId
     epoch: int
     is_redelivered: bool = False
+    service: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +376,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class CancelAsk:
-    """Cancel a task by its id, or by the correlation id its requester used. `task_id` names the tombstone too."""
+    """Cancel a task of this service by its id, or by the correlation id its requester used. `task_id` names the
+    tombstone too.
+    """
 
     service: str
     task_id: TaskId

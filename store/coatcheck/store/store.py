@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 from uuid import UUID
-
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coatcheck.store import cancels, claims, puts, queries, sweeps
 from coatcheck.store.batcher import Batcher, Observe
@@ -33,8 +30,6 @@ from coatcheck.store.rows import (
 from coatcheck.store.sweeps import LookedAt, Renewal, Renewed
 
 T = TypeVar("T")
-In = TypeVar("In")
-Out = TypeVar("Out")
 
 
 class Store:
@@ -47,13 +42,24 @@ class Store:
         self, url: str, *, lease: timedelta = timedelta(seconds=60), pool_size: int = 8, observe: Observe | None = None
     ) -> None:
         self._database = Database(url, pool_size=pool_size)
-        self._lane = asyncio.Semaphore(max(1, pool_size // 2))  # so that locked rows leave connections for the rest
-        self._put: Batcher[Put, PutDone | PutRefused] = self._batcher("put", puts.put, observe)
-        self._claim: Batcher[Arrival, Ruling] = self._batcher("claim", partial(claims.claim, lease=lease), observe)
-        self._accept: Batcher[Request, Ruling] = self._batcher("accept", partial(claims.accept, lease=lease), observe)
-        self._resume: Batcher[Wake, Ruling] = self._batcher("resume", partial(claims.resume, lease=lease), observe)
-        self._cancel: Batcher[CancelAsk, Ruling] = self._batcher("cancel", cancels.cancel, observe)
-        self._find: Batcher[TaskId, Task | None] = self._batcher("find", _find_in_order, observe)
+        # Half the pool, so that locked rows leave connections for the rest.
+        self._wire(lane=asyncio.Semaphore(max(1, pool_size // 2)), lease=lease, observe=observe)
+
+    def _wire(self, *, lane: asyncio.Semaphore, lease: timedelta, observe: Observe | None) -> None:
+        """Put a batcher before each operation that takes single items."""
+
+        def batcher(name: str, work: Callable[..., Awaitable[Any]], **options: Any) -> Batcher[Any, Any]:
+            async def commit(items: Sequence[Any], waits: bool) -> Any:
+                return await self._do(work, items, waits, **options)
+
+            return Batcher(name, commit, lane=lane, observe=observe)
+
+        self._put: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put)
+        self._claim: Batcher[Arrival, Ruling] = batcher("claim", claims.claim, lease=lease)
+        self._accept: Batcher[Request, Ruling] = batcher("accept", claims.accept, lease=lease)
+        self._resume: Batcher[Wake, Ruling] = batcher("resume", claims.resume, lease=lease)
+        self._cancel: Batcher[CancelAsk, Ruling] = batcher("cancel", cancels.cancel)
+        self._find: Batcher[TaskId, Task | None] = batcher("find", queries.find_tasks)
 
     @property
     def place(self) -> str:
@@ -62,13 +68,16 @@ class Store:
 
     async def close(self) -> None:
         """Wait for what is in flight, then close the connections."""
+        await self._drain()
+        await self._database.close()
+
+    async def _drain(self) -> None:
         for batcher in (self._put, self._claim, self._accept, self._resume, self._cancel, self._find):
             await batcher.drain()
-        await self._database.close()
 
     async def ping(self) -> str | None:
         """Reach Postgres and tell the schema's version. Raises StoreUnavailable."""
-        return await self._database.transact(schema_version)
+        return await self._do(schema_version)
 
     # --- one task at a time, committed together ---
 
@@ -98,9 +107,11 @@ class Store:
 
     # --- many at once ---
 
-    async def renew(self, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool = False) -> Renewed:
-        """Move leases on; tasks missing from the answer are not ours any more."""
-        return await self._do(sweeps.renew, renewals, lease=lease, detaches=detaches)
+    async def renew(
+        self, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool = False, counted: int = 0
+    ) -> Renewed:
+        """Move leases on; tasks missing from the answer are not ours any more. `counted` pick-ups are added."""
+        return await self._do(sweeps.renew, renewals, lease=lease, detaches=detaches, uncounted=-counted)
 
     async def give_back(self, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool) -> None:
         """Leave granted tasks to others once a short lease is over, as if they had never been picked up."""
@@ -155,15 +166,5 @@ class Store:
         return await self._do(queries.task_lines, task_id)
 
     async def _do(self, work: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+        """Every operation goes this way, in a transaction of its own."""
         return await self._database.transact(lambda connection: work(connection, *args, **options))
-
-    def _batcher(self, name: str, work: Callable[..., Any], observe: Observe | None) -> Batcher[Any, Any]:
-        async def commit(items: Sequence[Any], waits: bool) -> Any:
-            return await self._database.transact(lambda connection: work(connection, items, waits))
-
-        return Batcher(name, commit, lane=self._lane, observe=observe)
-
-
-async def _find_in_order(connection: AsyncConnection, ids: Sequence[TaskId], waits: bool) -> list[Task | None]:
-    found = await queries.find_tasks(connection, ids)
-    return [found.get(task_id) for task_id in ids]

@@ -69,4 +69,4 @@ class Broadcasts:
         if live is None and order.correlation_id:
             live = self._runtime.lives.find_by_correlation(order.correlation_id)
         if live is not None and live.run is not None:
-            live.run.cancel(order.reason or "cancelled")
+            live.run.cancel(order.reason or "")

@@ -21,7 +21,7 @@ from coatcheck.store.rows import CancelAsk, Ruling, TaskId, TaskState, Verdict
 from coatcheck.worker.broadcast import cancelled_message
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.messages import final_messages, task_id_of
-from coatcheck.worker.problems import problem
+from coatcheck.worker.problems import cancelled_problem
 from coatcheck.worker.runtime import Runtime
 
 log = structlog.get_logger(__name__)
@@ -62,7 +62,7 @@ class Orders:
     async def _cancel(self, order: Control, task_id: TaskId) -> None:
         runtime = self._runtime
         if runtime.uses_store:
-            document = problem("cancelled", detail=order.reason or "cancelled on request", task_id=str(task_id))
+            document = cancelled_problem(task_id, order.reason)
             by_correlation = order.correlation_id if order.task is None else None
             ask = CancelAsk(
                 runtime.app.service, task_id, encode(document), runtime.settings.dedup_window, by_correlation

@@ -10,6 +10,7 @@ twice.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Coroutine
 from datetime import timedelta
@@ -31,6 +32,7 @@ from coatcheck.errors import (
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode
 from coatcheck.store.rows import Again, Changes, Finish, Hold, TaskState
+from coatcheck.store.sweeps import Renewal
 from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
@@ -48,7 +50,7 @@ from coatcheck.worker.host import (
 )
 from coatcheck.worker.live import Live
 from coatcheck.worker.messages import answers, errors, to_body
-from coatcheck.worker.problems import Code, problem, problem_of, traceback_of
+from coatcheck.worker.problems import Code, cancelled_problem, problem, problem_of, traceback_of
 from coatcheck.worker.ram_host import FallingHost, RamCalls, RamHost
 from coatcheck.worker.run import Run
 from coatcheck.worker.runtime import Runtime
@@ -76,11 +78,13 @@ class Executor:
         False: another replica had the request before us and nothing was settled; the caller asks the rows about it.
         """
         runtime = self._runtime
-        is_last = live.pickups >= runtime.settings.max_pickups
+        is_last = live.has_row and live.pickups == runtime.settings.max_pickups
         origin = live.trigger
         runtime.lives.add(live)
         try:
-            size = await runtime.slots.acquire(is_resume=is_resume, is_alone=is_last and live.has_row)
+            if is_last:
+                await self._take_back(live)
+            size = await runtime.slots.acquire(is_resume=is_resume, is_alone=is_last)
             if runtime.lives.is_closed:
                 runtime.slots.release(size)
                 live.requeue()
@@ -94,7 +98,7 @@ class Executor:
                     attempt=live.attempt,
                     trace_id=tracing.trace_id_of(live.traceparent),
                 ):
-                    return await self._execute(live)
+                    return await self._execute(live, is_last=is_last)
             finally:
                 runtime.slots.release(size)
                 runtime.metrics.running.dec()
@@ -107,9 +111,10 @@ class Executor:
         finally:
             runtime.lives.remove(live)
 
-    async def _execute(self, live: Live) -> bool:
+    async def _execute(self, live: Live, *, is_last: bool) -> bool:
         host = self._host(live)
         try:
+            await self._look_again(live, is_last=is_last)
             await self._run_and_settle(live, host)
         except Superseded:
             if not live.has_row and not live.is_let_go:
@@ -126,6 +131,34 @@ class Executor:
         finally:
             await host.close()
         return True
+
+    async def _take_back(self, live: Live) -> None:
+        """A last attempt that waits to be alone is none yet: whoever is alone before it may end the process."""
+        renewal, lease = Renewal(live.task_id, live.epoch), self._runtime.settings.lease
+        await self._runtime.gate.insist(lambda _: self._runtime.store.give_back([renewal], lease=lease, detaches=False))
+
+    async def _look_again(self, live: Live, *, is_last: bool) -> None:
+        """Raise Superseded if the task may have gone to another replica while this run waited for a slot, or froze.
+
+        Its journal would be old: it would do again what is recorded by now. A last attempt is counted here.
+        """
+        lease = self._runtime.settings.lease
+        is_fresh = time.monotonic() - live.renewed_s < lease.total_seconds() * 2 / 3
+        if not live.has_row or (is_fresh and not is_last):
+            return
+        renewal = Renewal(live.task_id, live.epoch)
+        while True:
+            asked_s = time.monotonic()
+            mine, busy = await self._runtime.gate.insist(
+                lambda _: self._runtime.store.renew([renewal], lease=lease, counted=int(is_last))
+            )
+            if live.task_id in mine:
+                live.renewed_s = asked_s
+                return
+            if live.task_id not in busy:
+                live.is_fenced = True
+                raise Superseded
+            await asyncio.sleep(random.uniform(0.02, 0.1))
 
     def _leave(self, live: Live) -> None:
         """Give up what we hold of a run that is not ours to finish.
@@ -184,6 +217,7 @@ class Executor:
             identity=live.identity,
             attempt=live.attempt,
             version=live.version,
+            caller=live.caller,
             invoke=invoke,
             history=live.history,
             host=host,
@@ -207,8 +241,8 @@ class Executor:
                 await self._hold(live, host, problem_of(error, live.task_id, live.attempt), str(error))
             case Abandoned():
                 raise Superseded
-            case Cancelled():
-                await self._end_cancelled(live)
+            case Cancelled(reason):
+                await self._end_cancelled(live, reason)
             case _:
                 assert_never(outcome)
 
@@ -287,7 +321,7 @@ class Executor:
     async def _refuse(self, live: Live, host: TaskHost, error: Exception) -> None:
         """A request that does not fit its handler: say so to whoever asked."""
         document = problem_of(error, live.task_id)
-        log.warning("request_refused", detail=str(error))
+        log.warning("request_refused", code=document["code"])  # the detail names fields of the body: not for logs
         await self._finish(live, host, TaskState.FAILED, encode(document), is_worth_a_row=not live.addresses)
 
     async def _hold(self, live: Live, host: TaskHost, document: dict[str, Any], reason: str) -> None:
@@ -301,10 +335,10 @@ class Executor:
         log.error("task_held", reason=reason, retry_in_s=delay.total_seconds())
         live.ack()
 
-    async def _end_cancelled(self, live: Live) -> None:
+    async def _end_cancelled(self, live: Live, reason: str) -> None:
         """Whoever took the order has committed the cancel and answers; only a task without a row is ours to answer."""
         if not live.has_row:
-            document = problem("cancelled", task_id=str(live.task_id))
+            document = cancelled_problem(live.task_id, reason)  # the tombstone, if there is one, says the same
             await self._runtime.outbox.publish(
                 errors(live.task_id, document, live.addresses, traceparent=live.traceparent)
             )
@@ -326,9 +360,10 @@ class Executor:
         """Commit the end if there is a row or a reason for one, publish the final reply, ack."""
         live.is_settled = True
         changes = changes or Changes()
-        is_stored = host.recorder is not None and (
-            live.has_row or changes != Changes() or self._is_worth_a_row(live, state, is_worth_a_row)
-        )
+        async with live.writing:  # a detach that is under way makes the row, and no other begins once we are settled
+            is_stored = host.recorder is not None and (
+                live.has_row or changes != Changes() or self._is_worth_a_row(live, state, is_worth_a_row)
+            )
         if is_stored:
             await self._commit_end(live, host, Finish(state, value, self._keep(state), traceback), changes)
         await self._answer(live, host, state, value, is_stored=is_stored)

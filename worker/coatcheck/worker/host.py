@@ -95,5 +95,7 @@ class Abandoned:
 class Cancelled:
     """The task was cancelled while it ran here."""
 
+    reason: str
+
 
 Outcome = Finished | Raised | Parked | Held | Abandoned | Cancelled

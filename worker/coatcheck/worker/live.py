@@ -12,7 +12,7 @@ from typing import Any
 from coatcheck.broker.port import Delivery
 from coatcheck.points import reach
 from coatcheck.store.births import REQUEST_TRIGGER
-from coatcheck.store.rows import Address, Birth, History, Task, TaskId
+from coatcheck.store.rows import Address, Birth, Caller, CallId, History, Task, TaskId
 from coatcheck.worker.app import Handler
 from coatcheck.worker.run import Run
 
@@ -34,6 +34,7 @@ class Live:
     trigger_name: str
     birth: Birth | None = None
     """What the row would be, while there is none."""
+    caller: Caller | None = None
     keeps_result: bool = False
     epoch: int = 0
     checkpoint: int = 0
@@ -62,6 +63,8 @@ class Live:
     """The same message once more, from before it came back; settled with the trigger."""
     followers: list[Delivery] = field(default_factory=list)
     """Duplicates of the request, perhaps from others, that arrived while there was no row to tell them apart."""
+    open_calls: set[CallId] = field(default_factory=set)
+    """Its calls and timers that are open, as far as this run was told."""
     run: Run | None = None
     begun_s: float = field(default_factory=time.monotonic)
     renewed_s: float = field(default_factory=time.monotonic)
@@ -85,25 +88,32 @@ class Live:
         """
         self.is_settled = True
         reach("before_ack")
-        for delivery in [*self._triggers(), *(self.followers if is_answered else ())]:
+        for delivery in [*self.deliveries(), *(self.followers if is_answered else ())]:
             delivery.ack()
         reach("after_ack")
 
     def requeue(self, *, all_but: Delivery | None = None) -> None:
         """Let the trigger come back, here or elsewhere; what it finds in the rows decides what is left to do."""
         self.is_settled = True
-        for delivery in [*self._triggers(), *self.followers]:
+        for delivery in [*self.deliveries(), *self.followers]:
             if delivery is not all_but:
                 delivery.requeue()
 
-    def _triggers(self) -> list[Delivery]:
+    def deliveries(self) -> list[Delivery]:
+        """The trigger and whatever came back of it, all to be settled alike."""
         return [self.trigger, *self.copies] if self.trigger is not None else self.copies
 
 
 def live_from_task(
-    task: Task, history: History, *, handler: Handler | None, trigger: Delivery, trigger_name: str | None = None
+    task: Task,
+    history: History,
+    *,
+    handler: Handler | None,
+    trigger: Delivery,
+    asked_s: float,
+    trigger_name: str | None = None,
 ) -> Live:
-    """A run of a task that has a row and was granted to us."""
+    """A run of a task that has a row and was granted to us. Its lease counts from when it was asked for."""
     return Live(
         task_id=task.task_id,
         handler=handler,
@@ -115,6 +125,7 @@ def live_from_task(
         addresses=task.addresses,
         trigger=trigger,
         trigger_name=trigger_name or task.trigger or REQUEST_TRIGGER,
+        caller=task.caller,
         epoch=task.epoch,
         checkpoint=task.checkpoint,
         seen=task.seq,
@@ -123,6 +134,8 @@ def live_from_task(
         version=task.version,
         age_s=(task.updated_at - task.created_at).total_seconds(),
         history=history,
+        open_calls={call.call_id for call in history.open_calls},
+        renewed_s=asked_s,
     )
 
 

@@ -23,6 +23,7 @@ from coatcheck.errors import (
     PermanentError,
     TaskCancelled,
     TransientError,
+    Unauthorized,
     UnknownHandler,
     UsageError,
     WorkFailed,
@@ -56,6 +57,7 @@ class Code(StrEnum):
     STEP_FAILED = "step_failed"
     TIMED_OUT = "timed_out"
     TOO_MANY_CALLS = "too_many_calls"
+    UNAUTHORIZED = "unauthorized"
     UNAVAILABLE = "unavailable"
     UNEXPECTED_REPLY = "unexpected_reply"
     UNKNOWN_HANDLER = "unknown_handler"
@@ -96,7 +98,10 @@ CODES = MappingProxyType(
             "The handler raised an exception", 500, True, "Read `exception` and `detail`; the task keeps the traceback."
         ),
         Code.IDENTITY_CONFLICT: CodeInfo(
-            "The same identity came with another body", 409, False, "Give every distinct request its own `cc-id`."
+            "The same identity came with another body, or from another caller",
+            409,
+            False,
+            "Give every distinct request its own `cc-id`.",
         ),
         Code.INVALID_ARGUMENTS: CodeInfo(
             "The body does not fit the handler's parameters", 422, False, "Send what `detail` asks for."
@@ -133,6 +138,9 @@ CODES = MappingProxyType(
         ),
         Code.TOO_MANY_CALLS: CodeInfo(
             "The task has too many open calls", 500, False, "Work in portions, or raise COATCHECK_MAX_FAN_OUT."
+        ),
+        Code.UNAUTHORIZED: CodeInfo(
+            "The service does not accept the caller", 401, False, "Send a valid token in the header `authorization`."
         ),
         Code.UNAVAILABLE: CodeInfo("The broker or the store is away", 503, True, "Try again; see `coatcheck doctor`."),
         Code.UNEXPECTED_REPLY: CodeInfo(
@@ -172,6 +180,11 @@ def problem(
         **extra,
     }
     return {name: value for name, value in document.items() if value is not None}
+
+
+def cancelled_problem(task_id: UUID, reason: str | None) -> dict[str, Any]:
+    """Build the answer of a task that was cancelled, the same wherever it is made."""
+    return problem("cancelled", detail=reason or "cancelled on request", task_id=str(task_id))
 
 
 def problem_of(
@@ -233,6 +246,7 @@ _CODE_BY_TYPE: tuple[tuple[type[BaseException], Code], ...] = (
     (JournalMismatch, Code.JOURNAL_MISMATCH),
     (UsageError, Code.PROGRAM_ERROR),
     (MalformedMessage, Code.MALFORMED_MESSAGE),
+    (Unauthorized, Code.UNAUTHORIZED),
     (TransientError, Code.UNAVAILABLE),
     (TaskCancelled, Code.HANDLER_FAILED),  # a task this one asked for; its own fate is not "cancelled"
     (asyncio.CancelledError, Code.CANCELLED),

@@ -6,25 +6,33 @@ which knows whether the work is done, waits, runs elsewhere, or kills its worker
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import structlog
 from structlog.contextvars import bound_contextvars
 
 from coatcheck.broker import wire
 from coatcheck.broker.port import Delivery
-from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected
+from coatcheck.broker.topology import takes_replies
+from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected, TransientError, Unauthorized
 from coatcheck.points import reach
 from coatcheck.store.births import REQUEST_TRIGGER
-from coatcheck.store.rows import Address, Birth, Request, Ruling, Verdict
+from coatcheck.store.rows import Address, Birth, Caller, Request, Ruling, TaskId, Verdict
 from coatcheck.worker.app import Handler
+from coatcheck.worker.callers import digest_with, find_caller
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.live import Live, live_from_task
 from coatcheck.worker.messages import address_of, birth_of, errors, final_messages, task_id_of
-from coatcheck.worker.problems import problem
+from coatcheck.worker.problems import problem, problem_of
 from coatcheck.worker.resending import send_unsent
 from coatcheck.worker.runtime import Runtime
 
 log = structlog.get_logger(__name__)
+
+UNKNOWN_CALLER_PAUSE_S = 1.0
+"""How long a request is held whose caller the app cannot make out now, before it goes back to its queue."""
 
 
 class Requests:
@@ -34,32 +42,42 @@ class Requests:
         self._runtime = runtime
         self._executor = executor
 
-    async def handle(self, delivery: Delivery, *, is_known: bool = False) -> None:
+    async def handle(self, delivery: Delivery, *, is_known: bool = False, is_in_doubt: bool = False) -> None:
         """See one request through to its ack; a failure of ours leaves it to be redelivered.
 
-        `is_known`: its task has a row, so the rows are asked before anything runs.
+        `is_known`: its task has a row, so the rows are asked before anything runs. `is_in_doubt`: and they may have
+        been written by us, so they are asked as if the request had come back.
         """
         reach("request_received")
         try:
             request = wire.parse_request(delivery.message, self._runtime.limits)
+            self._check_reply_to(request.reply_to)
         except MalformedMessage as error:
             document = problem("malformed_message", detail=str(error))
-            await bury(self._runtime, delivery, error, tell=(document, address_of(delivery)))
+            told = tuple(each for each in address_of(delivery) if self._takes_replies(each.reply_to))
+            await bury(self._runtime, delivery, error, tell=(document, told))
             return
         try:
-            await self._handle(delivery, request, is_known=is_known)
+            await self._handle(delivery, request, is_known=is_known, is_in_doubt=is_in_doubt)
         except Rejected as error:
             await bury(self._runtime, delivery, MalformedMessage(error.code, str(error)))
         except BrokerUnavailable as error:
             log.warning("request_interrupted", error=str(error))
             delivery.requeue()
 
-    async def _handle(self, delivery: Delivery, request: wire.Request, *, is_known: bool) -> None:
+    async def _handle(self, delivery: Delivery, request: wire.Request, *, is_known: bool, is_in_doubt: bool) -> None:
         runtime = self._runtime
         task_id = task_id_of(runtime.app.service, request.identity)
         with bound_contextvars(task_id=str(task_id), correlation_id=request.correlation_id):
-            live = runtime.lives.find(task_id)
-            if live is not None and self._joins(delivery, request, live):
+            try:
+                caller = await self._find_caller(delivery, request, task_id)
+            except Unauthorized as error:
+                await self._refuse_caller(delivery, request, task_id, error)
+                return
+            except TransientError as error:
+                log.warning("caller_not_known_now", exception=type(error).__name__)
+                await asyncio.sleep(UNKNOWN_CALLER_PAUSE_S)
+                delivery.requeue()
                 return
             handler = runtime.app.find_handler(request.handler)
             birth = birth_of(
@@ -68,28 +86,78 @@ class Requests:
                 task_id=task_id,
                 handler=request.handler if handler is None else handler.name,
                 version=runtime.app.version,
+                caller=caller,
             )
+            live = runtime.lives.find(task_id)
+            if live is not None and self._joins(delivery, birth, live):
+                return
             if live is not None and live.birth is not None and live.birth.digest != birth.digest:
                 await self._refuse_conflict(delivery, birth)
             elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, handler)):
                 # A run alive in this process needs nobody to take it over.
-                is_lost = delivery.is_redelivered and (live is None or live.is_settled)
+                is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or live.is_settled)
                 await self._accept(delivery, birth, is_redelivered=is_lost)
             else:
-                await self._start(self._fresh(delivery, request, birth, handler), birth)
+                await self._start(self._fresh(delivery, request, birth, handler))
 
     def _is_suspect(self, delivery: Delivery, handler: Handler | None) -> bool:
         """Whether the rows are asked before anything runs."""
         return delivery.is_redelivered or handler is None or handler.is_deduplicated
 
-    def _joins(self, delivery: Delivery, request: wire.Request, live: Live) -> bool:
+    def _takes_replies(self, queue: str) -> bool:
+        """Whether we may be made to publish there. Our own replies queue takes them: a service may call itself."""
+        ours = (self._runtime.app.names.requests, self._runtime.settings.sweeper_queue)
+        return queue not in ours and takes_replies(queue)
+
+    def _check_reply_to(self, reply_to: str | None) -> None:
+        """Raise MalformedMessage for a queue that we must not be made to publish to."""
+        if reply_to is not None and not self._takes_replies(reply_to):
+            raise MalformedMessage("bad_reply_to", f"reply_to {reply_to[:64]!r} is no queue for replies")
+
+    async def _find_caller(self, delivery: Delivery, request: wire.Request, task_id: TaskId) -> Caller | None:
+        """Who asks. Raises Unauthorized; TransientError if the app cannot tell now."""
+        runtime = self._runtime
+        try:
+            return await find_caller(runtime.app.identify, delivery.message, runtime.limits)
+        except Unauthorized:
+            # A token may have expired since the request was accepted. What was accepted stays so, for the same message.
+            accepted = await self._find_accepted(task_id) if delivery.is_redelivered else None
+            if accepted is None or not _is_accepted(request, *accepted):
+                raise
+            return accepted[0]
+
+    async def _find_accepted(self, task_id: TaskId) -> tuple[Caller | None, bytes, tuple[Address, ...]] | None:
+        """The caller, digest and addresses of a task that runs here or has a row; None: nobody accepted it yet."""
+        runtime = self._runtime
+        live = runtime.lives.find(task_id)
+        if live is not None and live.birth is not None:
+            return live.caller, live.birth.digest, live.addresses
+        if not runtime.uses_store:
+            return None
+        task = await runtime.gate.insist(lambda _: runtime.store.find_task(task_id))
+        return None if task is None else (task.caller, task.digest, task.addresses)
+
+    async def _refuse_caller(
+        self, delivery: Delivery, request: wire.Request, task_id: TaskId, error: Unauthorized
+    ) -> None:
+        """Answer, and leave nothing behind: no row, no task."""
+        document = problem_of(error, task_id)
+        if request.reply_to is None:
+            await bury(self._runtime, delivery, MalformedMessage("unauthorized", document["detail"]))
+            return
+        log.warning("request_unauthorized")
+        address = Address(request.reply_to, request.correlation_id)
+        await self._runtime.outbox.publish(errors(task_id, document, (address,), traceparent=request.traceparent))
+        delivery.ack()
+
+    def _joins(self, delivery: Delivery, birth: Birth, live: Live) -> bool:
         """A request whose task runs in this very process: come back, or a duplicate that waits for the same end."""
-        is_same = live.birth is None or live.birth.digest == request.digest
-        address = Address(request.reply_to, request.correlation_id) if request.reply_to else None
+        is_same = live.birth is None or live.birth.digest == birth.digest
+        address = birth.address
         is_known = address is None or address in live.addresses
         if live.is_settled or not is_same or (live.has_row and not is_known):
             return False  # a row knows its duplicates and their addresses
-        if delivery.is_redelivered and live.trigger_name == REQUEST_TRIGGER:
+        if delivery.is_redelivered and is_known and live.trigger_name == REQUEST_TRIGGER:
             log.info("request_reattached")
             live.attach(delivery)
         elif live.has_row:
@@ -101,19 +169,24 @@ class Requests:
             live.addresses = (*live.addresses, address)
         return True
 
-    async def _start(self, live: Live, birth: Birth) -> None:
-        """Run a task that no row knows, as far as we can tell. Somebody was first: the rows answer for it."""
-        if not await self._executor.execute(live, is_resume=False):
-            assert live.trigger is not None
-            try:
-                is_redelivered = live.is_in_doubt or live.trigger.is_redelivered
-                await self._accept(live.trigger, birth, is_redelivered=is_redelivered)
-            except BaseException:
-                live.requeue(all_but=live.trigger)
-                raise
-        for follower in live.followers:
-            if not follower.is_settled:
-                await self.handle(follower, is_known=True)
+    async def _start(self, live: Live) -> None:
+        """Run a task that no row knows, as far as we can tell.
+
+        Somebody was first: the rows answer for it, to each copy of the request by itself, as each may have come from
+        somebody else.
+        """
+        origin = live.trigger
+        is_ours = await self._executor.execute(live, is_resume=False)
+        left = [*live.deliveries(), *live.followers] if not is_ours else live.followers
+        try:
+            for delivery in left:
+                if not delivery.is_settled:
+                    await self.handle(
+                        delivery, is_known=True, is_in_doubt=live.is_in_doubt and delivery is live.trigger
+                    )
+        except BaseException:
+            live.requeue(all_but=origin)
+            raise
 
     def _fresh(self, delivery: Delivery, request: wire.Request, birth: Birth, handler: Handler | None) -> Live:
         return Live(
@@ -128,6 +201,7 @@ class Requests:
             trigger=delivery,
             trigger_name=REQUEST_TRIGGER,
             birth=birth,
+            caller=birth.caller,
             keeps_result=request.keep,
             version=birth.version,
         )
@@ -136,6 +210,7 @@ class Requests:
         """Let the rows say what this request is: new, under way, or done."""
         runtime = self._runtime
         reach("before_accept")
+        asked_s = time.monotonic()
         ruling = await runtime.gate.insist(
             lambda is_in_doubt: runtime.store.accept(Request(birth, is_redelivered or is_in_doubt))
         )
@@ -147,7 +222,7 @@ class Requests:
                 if ruling.task.epoch > 1:
                     runtime.metrics.picked_up.labels("redelivered").inc()
                 handler = runtime.app.find_handler(birth.handler)
-                live = live_from_task(ruling.task, ruling.history, handler=handler, trigger=delivery)
+                live = live_from_task(ruling.task, ruling.history, handler=handler, trigger=delivery, asked_s=asked_s)
                 await self._executor.execute(live, is_resume=False)
                 return
             case Verdict.CONFLICT:
@@ -169,7 +244,10 @@ class Requests:
             await self._runtime.outbox.publish(final_messages(ruling.task, birth.address))
 
     async def _refuse_conflict(self, delivery: Delivery, birth: Birth) -> None:
-        detail = f"a request with identity {birth.identity!r} came before with another body; give each its own cc-id"
+        detail = (
+            f"a request with identity {birth.identity!r} came before with another body, or from another caller; "
+            "give each its own cc-id"
+        )
         document = problem("identity_conflict", detail=detail, task_id=str(birth.task_id))
         if birth.address is None:
             await bury(self._runtime, delivery, MalformedMessage("identity_conflict", detail))
@@ -179,3 +257,9 @@ class Requests:
             errors(birth.task_id, document, (birth.address,), traceparent=birth.traceparent)
         )
         delivery.ack()
+
+
+def _is_accepted(request: wire.Request, caller: Caller | None, digest: bytes, addresses: tuple[Address, ...]) -> bool:
+    """Tell whether this very request was accepted before: the same body, and an address that is answered anyway."""
+    is_known = request.reply_to is None or Address(request.reply_to, request.correlation_id) in addresses
+    return is_known and digest_with(request.digest, caller) == digest

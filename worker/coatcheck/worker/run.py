@@ -25,7 +25,7 @@ import structlog
 
 from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.store import blobs
-from coatcheck.store.rows import Changes, Group, History, Kind, NewEntry, Recorded
+from coatcheck.store.rows import Caller, Changes, Group, History, Kind, NewEntry, Recorded
 from coatcheck.worker import classify
 from coatcheck.worker.classify import Waiting
 from coatcheck.worker.clocks import Clocks
@@ -87,12 +87,13 @@ class Run:
     def __init__(
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
         invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, host: Host,
-        defaults: CallDefaults | None = None, log: Any = None,
+        caller: Caller | None = None, defaults: CallDefaults | None = None, log: Any = None,
     ) -> None:  # fmt: skip
         self.task_id = task_id
         self.identity = identity
         self.attempt = attempt
         self.version = version
+        self.caller = caller
         self.defaults = defaults or CallDefaults()
         self.log = log if log is not None else structlog.get_logger("coatcheck.run")
         self.host = host
@@ -124,7 +125,7 @@ class Run:
         awaiting task puts the run down too.
         """
         if self._verdict is not None or self._cancel_reason is not None:
-            return Cancelled() if self._verdict is None else self._conclude()
+            return Cancelled(self._cancel_reason or "") if self._verdict is None else self._conclude()
         loop = asyncio.get_running_loop()
         ensure_factory(loop)
         self.tracker = Tracker(self, loop)
@@ -168,7 +169,7 @@ class Run:
             self._cancel_reason = reason
             if self._root is not None:
                 self._root.cancel(reason)
-                self._timers.set("cancel", UNWIND_S, lambda: self._rule(Cancelled()))
+                self._timers.set("cancel", UNWIND_S, lambda: self._rule(Cancelled(reason)))
 
     @property
     def last_seq(self) -> int:
@@ -291,7 +292,7 @@ class Run:
         """A branch has ended; with the root ends the run."""
         if driver.is_root:
             if self._cancel_reason is not None:
-                self._rule(Cancelled())
+                self._rule(Cancelled(self._cancel_reason))
             else:
                 self._rule(Finished(value) if error is None else Raised(error))
         elif error is not None and self.tracker.is_putting_down and not is_put_down(error):

@@ -24,6 +24,7 @@ from coatcheck.store.blobs import COMPRESS_ABOVE_BYTES, unpack
 from coatcheck.store.rows import (
     Again,
     Birth,
+    CallId,
     Changes,
     Committed,
     Finish,
@@ -47,6 +48,9 @@ from coatcheck.worker.runtime import Runtime
 
 log = structlog.get_logger(__name__)
 
+LONGEST_PROGRESS = 500
+"""Characters of a progress message that travel and are kept; it is for people."""
+
 
 class StoreHost:
     """The host of a run whose waits are rows in Postgres."""
@@ -55,7 +59,6 @@ class StoreHost:
         self._live = live
         self._runtime = runtime
         self._telling: asyncio.Task[None] | None = None
-        self._open_count = len(live.history.open_calls)
 
     @property
     def recorder(self) -> StoreHost | None:
@@ -74,7 +77,8 @@ class StoreHost:
         async with live.writing:  # another branch's calls may be on their way to make the row themselves
             if live.birth is not None and live.identity is not None:
                 reach("before_first_row")
-                self._take(await self._accept(live.birth))
+                asked_s = time.monotonic()
+                self._take(await self._accept(live.birth), asked_s)
                 reach("after_first_row")
 
     async def _accept(self, birth: Birth) -> Ruling:
@@ -83,20 +87,24 @@ class StoreHost:
             lambda is_in_doubt: self._runtime.store.accept(Request(birth, is_redelivered=is_in_doubt))
         )
 
-    def _take(self, ruling: Ruling) -> None:
+    def _take(self, ruling: Ruling, asked_s: float) -> None:
         if ruling.verdict is not Verdict.GRANTED or ruling.task is None:
             raise Superseded
         live = self._live
+        if ruling.history.recorded or ruling.history.open_calls:
+            # In doubt, we asked as if the request had come back, and took over a run that has got further elsewhere.
+            # This one began without its journal: let another begin with it.
+            live.is_in_doubt = True
+            raise Superseded
         live.birth = None
         live.epoch, live.checkpoint, live.seen = ruling.task.epoch, ruling.task.checkpoint, ruling.task.seq
         live.pickups = ruling.task.pickups
-        live.renewed_s = time.monotonic()
+        live.renewed_s = asked_s
 
     async def commit(self, changes: Changes) -> Committed:
         """Record, then publish. With `waits` the task is parked unless a reply that met a group is already in."""
         lease = self._runtime.settings.lease
         done = await self.put(changes, Going(lease) if changes.waits is None else Park(changes.waits, lease))
-        self._open_count -= sum(news.call_id is not None for news in done.news)
         await self.send(changes.opens, done.cancels)
         return Committed(done.is_parked, done.news)
 
@@ -124,10 +132,10 @@ class StoreHost:
 
         With `is_patient` false it raises StoreUnavailable, if nothing can have been written.
         """
-        self._check_size(changes)
+        self.check_size(changes)
         live = self._live
         async with live.writing:
-            if live.is_put_down:
+            if live.is_put_down or (live.is_settled and not is_patient):
                 raise Superseded  # by ourselves: whoever wanted to look or to detach came too late
             if isinstance(end, Finish):  # asked under the lock: a detach may just have taken the trigger away
                 end = replace(end, is_detached=live.is_detached or live.trigger is None)
@@ -150,13 +158,16 @@ class StoreHost:
                 live.is_fenced = live.has_row
                 raise Superseded
             live.birth = None
+            live.open_calls.update(_opened(changes))
+            live.open_calls.difference_update(changes.closes, (news.call_id for news in answer.news))
             live.renewed_s = max(live.renewed_s, asked_s)
             live.epoch, live.checkpoint = answer.epoch, answer.checkpoint
             live.seen = max((news.seq for news in answer.news), default=live.seen)
             live.is_detached = live.is_detached or (isinstance(end, Going) and end.is_detached)
             live.is_put_down = answer.is_parked or not isinstance(end, Going | Park)
             if answer.task is not None:
-                live.addresses = answer.task.addresses
+                # Joined, not replaced: when another replica ended the same task first, its row does not know ours.
+                live.addresses = tuple(dict.fromkeys((*answer.task.addresses, *live.addresses)))
             return answer
 
     async def _write(self, put: Put, *, was_in_doubt: bool = False) -> PutDone | PutRefused:
@@ -194,13 +205,12 @@ class StoreHost:
             self._live.is_unsent = True
             log.warning("calls_not_sent", error=str(error), call_count=len(calls))
             return
-        self._open_count += sum(call.kind is not Kind.SEND for call in calls)
         self._runtime.marks.add(calls)
         self._runtime.hints.give(delay for call in opens for delay in (call.idle, call.hard))
 
     def progress(self, done: float | None, total: float | None, message: str | None) -> None:
         """Tell whoever asked; of several in a moment only the last leaves."""
-        text = message.replace("\0", "\\0") if message is not None else None  # jsonb takes no NUL
+        text = None if message is None else message[:LONGEST_PROGRESS].replace("\0", "\\0")  # jsonb takes no NUL
         report: dict[str, Any] = {"done": done, "total": total, "message": text}
         self._live.progress = report | {"at": datetime.now(UTC).isoformat()}
         if self._telling is None and self._live.addresses:
@@ -223,7 +233,8 @@ class StoreHost:
         finally:
             self._telling = None
 
-    def _check_size(self, changes: Changes) -> None:
+    def check_size(self, changes: Changes) -> None:
+        """Raise CheckpointRefused for what is over a limit, in bytes or in calls."""
         settings = self._runtime.settings
         size = sum(len(entry.value) for entry in changes.entries) + sum(len(call.body) for call in changes.opens)
         for call in changes.opens:
@@ -241,12 +252,19 @@ class StoreHost:
             )
         if size > settings.checkpoint_warn:
             log.warning("checkpoint_large", size=size, warn_at=settings.checkpoint_warn)
-        if self._open_count + len(changes.opens) > settings.max_fan_out:
+        open_count = len(self._live.open_calls) + len(_opened(changes))
+        open_count -= len(self._live.open_calls.intersection(changes.closes))
+        if open_count > settings.max_fan_out:
             raise CheckpointRefused(
                 "too_many_calls",
-                f"{self._open_count + len(changes.opens):,} open calls are over the limit of {settings.max_fan_out:,}; "
+                f"{open_count:,} open calls are over the limit of {settings.max_fan_out:,}; "
                 "work in portions, or raise COATCHECK_MAX_FAN_OUT",
             )
+
+
+def _opened(changes: Changes) -> list[CallId]:
+    """What stays open until somebody answers, or a time is over. Nobody waits for a send."""
+    return [call.call_id for call in changes.opens if call.kind is not Kind.SEND]
 
 
 def _word(end: Going | Park | Finish | Again | Hold) -> str:

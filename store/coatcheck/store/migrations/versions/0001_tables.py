@@ -30,6 +30,8 @@ CREATE TABLE coatcheck.task (
     addresses       jsonb NOT NULL DEFAULT '[]',
     traceparent     text,
     tracestate      text,
+    caller_subject  text,
+    caller_claims   jsonb,
     wait_calls      uuid[],
     wait_groups     integer[],
     wait_needs      integer[],

@@ -1,0 +1,88 @@
+"""`Store` on plain Python rows: the same batchers and methods, with operations that take `Tables` for a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from coatcheck.store import cancels as pg_cancels
+from coatcheck.store import claims as pg_claims
+from coatcheck.store import puts as pg_puts
+from coatcheck.store import queries as pg_queries
+from coatcheck.store import sweeps as pg_sweeps
+from coatcheck.store.batcher import LANE_WIDTH, Observe
+from coatcheck.store.in_flight import InFlight
+from coatcheck.store.memory import cancels, claims, puts, queries, sweeps
+from coatcheck.store.memory.tables import Tables
+from coatcheck.store.migrate import newest_version, schema_version
+from coatcheck.store.store import Store
+
+T = TypeVar("T")
+
+_VERSION = newest_version()
+
+OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {
+        pg_puts.put: puts.put,
+        pg_claims.claim: claims.claim,
+        pg_claims.accept: claims.accept,
+        pg_claims.resume: claims.resume,
+        pg_cancels.cancel: cancels.cancel,
+        pg_sweeps.renew: sweeps.renew,
+        pg_sweeps.mark_sent: sweeps.mark_sent,
+        pg_sweeps.mark_final_sent: sweeps.mark_final_sent,
+        pg_sweeps.look: sweeps.look,
+        pg_sweeps.next_look: sweeps.next_look,
+        pg_sweeps.retire: sweeps.retire,
+        pg_sweeps.repair: sweeps.repair,
+        pg_sweeps.without_waker: sweeps.without_waker,
+        pg_queries.find_tasks: queries.find_tasks,
+        pg_queries.list_tasks: queries.list_tasks,
+        pg_queries.summarise_tasks: queries.summarise_tasks,
+        pg_queries.find_ids: queries.find_ids,
+        pg_queries.count_tasks: queries.count_tasks,
+        pg_queries.count_services: queries.count_services,
+        pg_queries.find_late: queries.find_late,
+        pg_queries.task_lines: queries.task_lines,
+        schema_version: lambda tables: _VERSION,
+    }
+)
+"""What does here what the other does on a connection to Postgres."""
+
+
+class MemoryStore(Store):
+    """One replica's store over tables that it may share with others."""
+
+    def __init__(
+        self, tables: Tables, *, lease: timedelta = timedelta(seconds=60), observe: Observe | None = None
+    ) -> None:
+        self.tables = tables
+        self._in_flight = InFlight()
+        self._wire(lane=asyncio.Semaphore(LANE_WIDTH), lease=lease, observe=observe)
+
+    @property
+    def place(self) -> str:
+        return "memory"
+
+    async def close(self) -> None:
+        """Wait for what is in flight."""
+        await self._drain()
+        await self._in_flight.drain()
+
+    async def _do(self, work: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+        operation: Callable[..., T] = OPERATIONS[work]
+
+        def atomic(tables: Tables) -> T:
+            return tables.atomically(lambda rows: operation(rows, *args, **options))
+
+        return await self._in_flight.shield(self._transact(atomic))
+
+    async def _transact(self, work: Callable[[Tables], T]) -> T:
+        """Do one operation, all of it or nothing. The only way to the tables; what is awaited here is the network."""
+        await asyncio.sleep(0)
+        result = work(self.tables)
+        await asyncio.sleep(0)
+        return result

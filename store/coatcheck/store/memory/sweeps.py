@@ -1,0 +1,138 @@
+"""What the sweeper reads and moves. Nothing is ever locked elsewhere, so nothing is passed by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import TypeVar
+from uuid import UUID
+
+from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, earliest
+from coatcheck.store.rows import CallId, CallState, Kind, TaskId, TaskState
+from coatcheck.store.sweeps import LookedAt, Renewal, Renewed
+
+Seen = TypeVar("Seen", CallRow, TaskRow)
+
+
+def look(tables: Tables, *, limit: int, again: timedelta) -> LookedAt:
+    calls = _whose_time_has_come(tables, _open_calls(tables), limit)
+    rows = _whose_time_has_come(tables, tables.tasks.values(), limit)
+    tasks = [row.task for row in rows]
+    due = [call for call in calls if tables.is_over(call.due_at)]
+    unsent = [call for call in calls if not call.is_sent and call.new.kind is not Kind.TIMER and call not in due]
+    due_ats = [call.due_at for call in calls] + [task.due_at for task in tasks]
+    for call in calls:
+        tables.change(call, look_at=_next_time(tables, call, again))
+    for row in rows:
+        is_past = row.task.state.is_final and tables.is_over(row.task.due_at)
+        tables.change(row, look_at=None if is_past else tables.now + again)
+    return LookedAt(
+        due=tuple(map(tables.peer, due)),
+        unsent=tuple(map(tables.peer, unsent)),
+        overdue=tuple(task for task in tasks if not task.state.is_final),
+        unsent_finals=tuple(task for task in tasks if task.state.is_final and not task.is_final_sent),
+        oldest=max([timedelta(), *(tables.now - due_at for due_at in due_ats if due_at is not None)]),
+    )
+
+
+def next_look(tables: Tables) -> timedelta | None:
+    calls = (call.look_at for call in _open_calls(tables))
+    first = earliest(*calls, *(row.look_at for row in tables.tasks.values()))
+    return None if first is None else first - tables.now
+
+
+def retire(tables: Tables, *, limit: int) -> int:
+    over = [row.task for row in tables.tasks.values() if _may_go(tables, row)]
+    over.sort(key=lambda task: task.due_at or tables.now)
+    for task in over[:limit]:
+        tables.delete_task(task.task_id)
+    return len(over[:limit])
+
+
+def repair(tables: Tables, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
+    since = tables.now - quiet
+    found = [
+        row
+        for task_id, row in sorted(tables.tasks.items())
+        if task_id > after and row.task.state is TaskState.PARKED and row.task.updated_at < since
+    ][:limit]
+    stuck = [row for row in found if not _has_open_wait(tables, row) or tables.is_met(row.waits)]
+    for row in stuck:
+        task = replace(row.task, state=TaskState.RUNNING, due_at=tables.now, trigger=None, updated_at=tables.now)
+        tables.change(row, task=task, look_at=tables.now, waits=())
+    return len(stuck), found[-1].task.task_id if found else None
+
+
+def without_waker(tables: Tables, *, limit: int = 100) -> list[TaskId]:
+    stuck = []
+    for task_id, row in tables.tasks.items():
+        if row.task.state is TaskState.PARKED:
+            is_stuck = not _has_open_wait(tables, row)
+        else:
+            is_stuck = not row.task.state.is_final and (row.task.due_at is None or row.look_at is None)
+        if is_stuck:
+            stuck.append(task_id)
+    return stuck[:limit]
+
+
+def renew(
+    tables: Tables, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool, uncounted: int = 0
+) -> Renewed:
+    mine = set()
+    for one in renewals:
+        row = tables.tasks.get(one.task_id)
+        if row is None or row.task.state is not TaskState.RUNNING or row.task.epoch != one.epoch or one.task_id in mine:
+            continue
+        mine.add(one.task_id)
+        due_at, task = tables.now + lease, row.task
+        trigger = None if detaches else task.trigger
+        task = replace(task, due_at=due_at, pickups=max(0, task.pickups - uncounted), trigger=trigger)
+        tables.change(row, task=task, look_at=due_at)
+    return Renewed(mine, set())
+
+
+def mark_sent(tables: Tables, calls: Sequence[CallId]) -> None:
+    for call_id in calls:
+        call = tables.calls.get(call_id)
+        if call is None or call.state is not CallState.OPEN or call.is_sent:
+            continue
+        tables.change(call, is_sent=True, look_at=call.due_at)
+        if call.new.kind is Kind.SEND:
+            tables.change(call, state=CallState.OK, closed_at=tables.now)
+
+
+def mark_final_sent(tables: Tables, tasks: Sequence[TaskId]) -> None:
+    for task_id in tasks:
+        row = tables.tasks.get(task_id)
+        if row is not None and row.task.state.is_final:
+            tables.change(row, task=replace(row.task, is_final_sent=True), look_at=None)
+
+
+def _open_calls(tables: Tables) -> list[CallRow]:
+    return [call for call in tables.calls.values() if call.state is CallState.OPEN]
+
+
+def _whose_time_has_come(tables: Tables, rows: Iterable[Seen], limit: int) -> list[Seen]:
+    found = [row for row in rows if tables.is_over(row.look_at)]
+    found.sort(key=lambda row: row.look_at or tables.now)
+    return found[:limit]
+
+
+def _next_time(tables: Tables, call: CallRow, again: timedelta) -> datetime | None:
+    if call.due_at is None or tables.is_over(call.due_at):
+        return tables.now + again
+    return call.due_at if call.is_sent else earliest(call.due_at, tables.now + again)
+
+
+def _may_go(tables: Tables, row: TaskRow) -> bool:
+    is_over = row.task.state.is_final and row.look_at is None and tables.is_over(row.task.due_at)
+    return is_over and not any(call.state is CallState.OPEN for call in tables.calls_of[row.task.task_id])
+
+
+def _has_open_wait(tables: Tables, row: TaskRow) -> bool:
+    waited = {call_id for group in row.waits for call_id in group.calls}
+    calls = tables.calls_of[row.task.task_id]
+    return any(
+        call.new.call_id in waited and call.state is CallState.OPEN and call.due_at and call.look_at for call in calls
+    )

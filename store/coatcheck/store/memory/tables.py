@@ -1,0 +1,337 @@
+"""The three tables as plain Python: what Postgres keeps, in dicts that all stores of one process share.
+
+An operation is one synchronous function on the tables, so nobody sees it half done; what it changed is undone if it
+raises. Rows refuse what the schema refuses, by the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from coatcheck.errors import Rejected
+from coatcheck.store.puts import RESEND_AFTER_S
+from coatcheck.store.records import from_json, to_json
+from coatcheck.store.rows import (
+    Address,
+    Birth,
+    Caller,
+    CallId,
+    CallState,
+    Group,
+    History,
+    Kind,
+    NewCall,
+    NewEntry,
+    OpenCall,
+    Peer,
+    Recorded,
+    Task,
+    TaskId,
+    TaskState,
+    Unsent,
+)
+
+T = TypeVar("T")
+Clock = Callable[[], datetime]
+
+RESEND_AFTER = timedelta(seconds=RESEND_AFTER_S)
+_NUL_IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+@dataclass(slots=True)
+class TaskRow:
+    """A task, what it waits for, and when the sweeper should look at it."""
+
+    task: Task
+    look_at: datetime | None
+    waits: tuple[Group, ...] = ()
+
+
+@dataclass(slots=True)
+class CallRow:
+    """A call, open or ended."""
+
+    task_id: TaskId
+    new: NewCall
+    checkpoint: int
+    opened_at: datetime
+    hard_due_at: datetime | None
+    due_at: datetime | None
+    look_at: datetime | None
+    seq: int | None
+    state: CallState = CallState.OPEN
+    is_sent: bool = False
+    is_forgotten: bool = False
+    value: bytes | None = None
+    progress: dict[str, Any] | None = None
+    closed_at: datetime | None = None
+
+    @property
+    def is_open_wait(self) -> bool:
+        """Whether somebody may be waiting for it: nobody waits for a send."""
+        return self.state is CallState.OPEN and self.new.kind is not Kind.SEND
+
+    def recorded(self) -> Recorded:
+        new, seq = self.new, self.seq
+        assert seq is not None
+        state = CallState.OK if new.kind is Kind.SEND else self.state
+        return Recorded(new.key, new.kind, new.name, new.digest, seq, state, self.value or b"", new.call_id)
+
+
+@dataclass(slots=True)
+class EntryRow:
+    """A step or note of the journal."""
+
+    new: NewEntry
+    seq: int
+    checkpoint: int
+    recorded_at: datetime
+    is_forgotten: bool = False
+
+    @property
+    def state(self) -> CallState:
+        return CallState.OK if self.new.is_ok else CallState.FAILED
+
+    def recorded(self) -> Recorded:
+        new = self.new
+        return Recorded(new.key, new.kind, new.name, new.digest, self.seq, self.state, new.value)
+
+
+class Tables:
+    """The rows, shared by all replicas, and the clock that decides deadlines: `now` stands still in an operation."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or partial(datetime.now, UTC)
+        self.now = self._clock()
+        self.tasks: dict[TaskId, TaskRow] = {}
+        self.calls: dict[CallId, CallRow] = {}
+        self.calls_of: dict[TaskId, list[CallRow]] = {}
+        self.entries_of: dict[TaskId, list[EntryRow]] = {}
+        self._undo: list[Callable[[], object]] = []
+
+    def atomically(self, work: Callable[[Tables], T]) -> T:
+        """Do all of `work` or, if it raises, nothing."""
+        self.now = self._clock()
+        try:
+            return work(self)
+        except BaseException:
+            for undo in reversed(self._undo):
+                undo()
+            raise
+        finally:
+            self._undo.clear()
+
+    # --- writing ---
+
+    def change(self, row: TaskRow | CallRow | EntryRow, **values: Any) -> None:
+        for name, value in values.items():
+            self._undo.append(partial(setattr, row, name, getattr(row, name)))
+            setattr(row, name, value)
+
+    def insert_task(self, task: Task, look_at: datetime | None) -> TaskRow:
+        task_id = task.task_id
+        row = self.tasks[task_id] = TaskRow(task, look_at)
+        self.calls_of[task_id] = []
+        self.entries_of[task_id] = []
+        self._undo.append(partial(self._drop_task, task_id))
+        return row
+
+    def delete_task(self, task_id: TaskId) -> None:
+        row, calls, entries = self.tasks[task_id], self.calls_of[task_id], self.entries_of[task_id]
+        self._drop_task(task_id)
+        self._undo.append(partial(self.entries_of.__setitem__, task_id, entries))
+        self._undo.append(partial(self.calls_of.__setitem__, task_id, calls))
+        self._undo.append(partial(self.calls.update, {call.new.call_id: call for call in calls}))
+        self._undo.append(partial(self.tasks.__setitem__, task_id, row))
+
+    def insert_call(self, task_id: TaskId, new: NewCall, *, checkpoint: int, seq: int | None) -> None:
+        check_text(new.key, new.name, new.peer, new.handler)
+        check_bytes(new.digest, new.body)
+        as_json(dict(new.headers))
+        hard_due_at = _later(self.now, new.hard)
+        due_at = earliest(_later(self.now, new.idle), hard_due_at)
+        if new.kind not in (Kind.CALL, Kind.TIMER, Kind.SEND):
+            refuse("call_kind_is_known")
+        if due_at is None and new.kind is not Kind.SEND:
+            refuse("call_open_is_due_or_a_send")
+        if new.call_id in self.calls:
+            refuse("call_pkey")
+        look_at = due_at if new.kind is Kind.TIMER else earliest(due_at, self.now + RESEND_AFTER)
+        row = CallRow(task_id, new, checkpoint, self.now, hard_due_at, due_at, look_at, seq)
+        self.calls[new.call_id] = row
+        self.calls_of[task_id].append(row)
+        self._undo.append(self.calls_of[task_id].pop)
+        self._undo.append(partial(self.calls.pop, new.call_id))
+
+    def insert_entry(self, task_id: TaskId, new: NewEntry, *, checkpoint: int, seq: int) -> EntryRow:
+        check_text(new.key, new.name)
+        check_bytes(new.digest, new.value)
+        if new.kind not in (Kind.STEP, Kind.NOTE):
+            refuse("journal_kind_is_known")
+        row = EntryRow(new, seq, checkpoint, self.now)
+        self.entries_of[task_id].append(row)
+        self._undo.append(self.entries_of[task_id].pop)
+        return row
+
+    def insert_births(self, births: Iterable[Birth], *, trigger: str, pickups: int, lease: timedelta) -> set[TaskId]:
+        """Make the rows that do not exist yet, each by its first birth; tell which are new."""
+        unique: dict[TaskId, Birth] = {}
+        for birth in births:
+            unique.setdefault(birth.task_id, birth)
+        for birth in unique.values():
+            _check_birth(birth)
+        born = [birth for task_id, birth in sorted(unique.items()) if task_id not in self.tasks]
+        for birth in born:
+            due_at = self.now + lease
+            self.insert_task(self.newborn(birth, trigger=trigger, pickups=pickups, due_at=due_at), due_at)
+        return {birth.task_id for birth in born}
+
+    def newborn(self, birth: Birth, *, trigger: str | None, pickups: int, due_at: datetime) -> Task:
+        caller = birth.caller
+        return Task(
+            task_id=birth.task_id,
+            service=birth.service,
+            handler=birth.handler,
+            version=birth.version,
+            state=TaskState.RUNNING,
+            epoch=1,
+            checkpoint=0,
+            seq=0,
+            attempt=1,
+            pickups=pickups,
+            trigger=trigger,
+            identity=birth.identity,
+            digest=birth.digest,
+            correlation_id=birth.correlation_id,
+            request=birth.request,
+            addresses=(birth.address,) if birth.address else (),
+            traceparent=birth.traceparent,
+            tracestate=birth.tracestate,
+            value=None,
+            traceback=None,
+            is_final_sent=False,
+            progress=None,
+            due_at=due_at,
+            created_at=self.now,
+            updated_at=self.now,
+            finished_at=None,
+            caller=None if caller is None else Caller(caller.subject, as_json(caller.claims)),
+        )
+
+    def _drop_task(self, task_id: TaskId) -> None:
+        del self.tasks[task_id], self.entries_of[task_id]
+        for call in self.calls_of.pop(task_id):
+            del self.calls[call.new.call_id]
+
+    # --- reading ---
+
+    def newest_first(self) -> list[TaskRow]:
+        """All tasks by the time of their making; of one moment, the one that came in last stands first."""
+        rows = sorted(self.tasks.values(), key=lambda row: row.task.created_at)
+        rows.reverse()
+        return rows
+
+    def is_over(self, due_at: datetime | None) -> bool:
+        return due_at is not None and due_at <= self.now
+
+    def peer(self, call: CallRow) -> Peer:
+        task, new = self.tasks[call.task_id].task, call.new
+        return Peer(
+            new.call_id,
+            call.task_id,
+            task.service,
+            new.kind,
+            new.key,
+            new.peer,
+            new.handler,
+            new.body,
+            new.headers,
+            call.hard_due_at,
+            task.traceparent,
+        )
+
+    def history(self, task_id: TaskId) -> History:
+        calls = [call for call in self.calls_of[task_id] if not call.is_forgotten]
+        recorded = [call.recorded() for call in calls if not call.is_open_wait]
+        recorded += [entry.recorded() for entry in self.entries_of[task_id] if not entry.is_forgotten]
+        still_open = tuple(
+            OpenCall(call.new.call_id, call.new.key, call.new.kind, call.new.name, call.new.digest, call.due_at)
+            for call in calls
+            if call.is_open_wait
+        )
+        return History(tuple(sorted(recorded, key=lambda one: one.seq)), still_open)
+
+    def news(self, task_id: TaskId, *, seen: int) -> list[Recorded]:
+        """What ended since a run last looked, in order; its own entries and sends are no news."""
+        ended = (call for call in self.calls_of[task_id] if call.seq is not None and call.seq > seen)
+        return sorted((call.recorded() for call in ended if call.new.kind is not Kind.SEND), key=lambda one: one.seq)
+
+    def unsent(self, task: Task) -> Unsent:
+        calls = [
+            self.peer(call)
+            for call in self.calls_of[task.task_id]
+            if call.state is CallState.OPEN and not call.is_sent and call.new.kind is not Kind.TIMER
+        ]
+        calls.sort(key=lambda one: one.call_id)
+        return Unsent(tuple(calls), task.state.is_final and not task.is_final_sent)
+
+    def is_met(self, groups: Iterable[Group]) -> bool:
+        return any(group.is_met(self.states(group.calls)) for group in groups)
+
+    def states(self, ids: Iterable[CallId]) -> Mapping[CallId, CallState]:
+        calls = self.calls
+        return {call_id: calls[call_id].state for call_id in ids if call_id in calls}
+
+
+# --- what the schema refuses ---
+
+
+def refuse(what: str, code: str = "23514") -> NoReturn:
+    raise Rejected(f"the tables refused the values of a write ({code}): constraint {what}")
+
+
+def check_text(*values: str | None) -> None:
+    for value in values:
+        if value is not None and "\0" in value:
+            raise Rejected("the tables refused the values of a write (22021): a NUL in a text")
+
+
+def check_bytes(*values: bytes) -> None:
+    for value in values:
+        if not isinstance(value, bytes):
+            raise Rejected("the tables refused the values of a write (22000): not bytes")
+
+
+def as_json(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The document as it comes back from a `jsonb`."""
+    written = to_json(value)
+    if _NUL_IN_JSON.search(written):
+        raise Rejected("the tables refused the values of a write (22P05): a NUL in a document")
+    document: dict[str, Any] = from_json(written)
+    return document
+
+
+def _check_birth(birth: Birth) -> None:
+    check_text(birth.service, birth.handler, birth.version, birth.identity, birth.correlation_id)
+    check_text(birth.traceparent, birth.tracestate, birth.caller.subject if birth.caller else None)
+    check_bytes(birth.digest, birth.request)
+    if birth.address is not None:
+        check_address(birth.address)
+
+
+def check_address(address: Address) -> None:
+    if "\0" in address.reply_to or "\0" in (address.correlation_id or ""):
+        raise Rejected("the tables refused the values of a write (22P05): a NUL in a document")
+
+
+def earliest(*times: datetime | None) -> datetime | None:
+    return min((time for time in times if time is not None), default=None)
+
+
+def _later(now: datetime, delay: timedelta | None) -> datetime | None:
+    return None if delay is None else now + delay

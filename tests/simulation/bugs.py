@@ -1,0 +1,339 @@
+"""Mistakes in the protocol, planted one at a time: the simulation must find each of them.
+
+Each is one that somebody has made, or might make in a refactoring: the order of commit, publish and ack turned round, a
+condition left out, a row believed too early.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from coatcheck.broker.port import Delivery, Outgoing
+from coatcheck.store.memory import MemoryStore, Tables, claims, puts
+from coatcheck.store.memory import sweeps as memory_sweeps
+from coatcheck.store.memory.store import OPERATIONS
+from coatcheck.store.rows import (
+    Address,
+    Changes,
+    Committed,
+    Finish,
+    Kind,
+    NewCall,
+    Peer,
+    PutDone,
+    Ruling,
+    TaskId,
+    TaskState,
+    Unsent,
+    Verdict,
+)
+from coatcheck.worker import executor, replies, requests
+from coatcheck.worker.executor import Executor
+from coatcheck.worker.host import Superseded
+from coatcheck.worker.messages import call_message
+from coatcheck.worker.outbox import Outbox
+from coatcheck.worker.problems import problem
+from coatcheck.worker.store_host import StoreHost
+
+Patch = tuple[Any, str, Any]
+BUGS: dict[str, Callable[[], Sequence[Patch]]] = {}
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Let everything happen with this mistake in it; None: with none."""
+    patches = [mock.patch.object(owner, what, value) for owner, what, value in (BUGS[name]() if name else ())]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def bug(plant: Callable[[], Sequence[Patch]]) -> Callable[[], Sequence[Patch]]:
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+# --- the order of commit, publish and ack ---
+
+
+@bug
+def calls_leave_before_their_commit() -> Sequence[Patch]:
+    commit = StoreHost.commit
+
+    async def hasty(self: StoreHost, changes: Changes) -> Committed:
+        await self.send(changes.opens, ())
+        return await commit(self, changes)
+
+    return [(StoreHost, "commit", hasty)]
+
+
+@bug
+def requests_are_acked_on_arrival() -> Sequence[Patch]:
+    return [(requests.Requests, "handle", _acking_first(requests.Requests.handle))]
+
+
+@bug
+def replies_are_acked_on_arrival() -> Sequence[Patch]:
+    return [(replies.Replies, "handle", _acking_first(replies.Replies.handle))]
+
+
+def _acking_first(handle: Any) -> Any:
+    async def hasty(self: Any, delivery: Delivery, **options: Any) -> None:
+        delivery.ack()
+        await handle(self, delivery, **options)
+
+    return hasty
+
+
+@bug
+def the_answer_leaves_before_the_end_is_committed() -> Sequence[Patch]:
+    commit_end = Executor._commit_end
+
+    async def hasty(self: Executor, live: Any, host: Any, end: Finish, changes: Changes) -> None:
+        await self._answer(live, host, end.state, end.value, is_stored=True)
+        await commit_end(self, live, host, end, changes)
+
+    return [(Executor, "_commit_end", hasty)]
+
+
+@bug
+def calls_are_marked_as_sent_before_they_are() -> Sequence[Patch]:
+    send = StoreHost.send
+
+    async def hasty(self: StoreHost, opens: Sequence[NewCall], cancels: Sequence[Peer]) -> None:
+        await self._runtime.store.mark_sent([call.call_id for call in opens if call.kind is not Kind.TIMER])
+        await send(self, opens, cancels)
+
+    return [(StoreHost, "send", hasty)]
+
+
+# --- who may write ---
+
+
+@bug
+def no_write_is_fenced() -> Sequence[Patch]:
+    return [(puts, "_follows", lambda one, task: True)]
+
+
+@bug
+def a_fenced_run_answers_all_the_same() -> Sequence[Patch]:
+    put = StoreHost.put
+
+    async def deaf(self: StoreHost, changes: Changes, end: Any, **options: Any) -> PutDone:
+        try:
+            return await put(self, changes, end, **options)
+        except Superseded:
+            if isinstance(end, Finish) and self._live.is_fenced:
+                return PutDone(self._live.epoch, self._live.checkpoint, is_parked=False)
+            raise
+
+    return [(StoreHost, "put", deaf)]
+
+
+@bug
+def a_copy_of_a_request_is_another_task() -> Sequence[Patch]:
+    return [(requests, "task_id_of", lambda service, identity: TaskId(uuid.uuid4()))]
+
+
+# --- claims ---
+
+
+@bug
+def a_reply_is_applied_again() -> Sequence[Patch]:
+    judge = claims._judge
+
+    def forgetful(tables: Tables, arrival: Any, call: Any) -> Verdict:
+        ruling = judge(tables, arrival, call)
+        return Verdict.RECORDED if ruling is Verdict.DUPLICATE else ruling
+
+    return [(claims, "_judge", forgetful)]
+
+
+@bug
+def a_timeout_is_believed_though_it_is_not_due() -> Sequence[Patch]:
+    judge = claims._judge
+
+    def hasty(tables: Tables, arrival: Any, call: Any) -> Verdict:
+        ruling = judge(tables, arrival, call)
+        return Verdict.RECORDED if ruling is Verdict.EARLY else ruling
+
+    return [(claims, "_judge", hasty)]
+
+
+@bug
+def a_wait_is_counted_in_a_second_transaction() -> Sequence[Patch]:
+    claim, wake = MemoryStore.claim, claims._wake
+
+    async def in_two(self: MemoryStore, arrival: Any) -> Ruling:
+        ruling = await claim(self, arrival)
+        if ruling.verdict is not Verdict.RECORDED or arrival.state is None:
+            return ruling
+
+        def count(tables: Tables) -> Ruling:
+            batch = claims._Batch(tables, self_lease)
+            index = batch.rule(ruling.verdict, ruling.task, name=ruling.name)
+            wake(batch, {arrival.call_id: (index, arrival, 0)})
+            return batch.answer()[0]
+
+        return await self._transact(lambda tables: tables.atomically(count))
+
+    from tests.simulation.scenario import SETTINGS
+
+    self_lease = SETTINGS.lease
+    return [(MemoryStore, "claim", in_two), (claims, "_wake", lambda batch, closing: None)]
+
+
+@bug
+def rows_are_deleted_to_resume() -> Sequence[Patch]:
+    grant = claims._Batch._grant
+
+    def deleting(self: Any, task_id: TaskId, index: int, trigger: str) -> None:
+        grant(self, task_id, index, trigger)
+        self.tables.entries_of[task_id].clear()
+
+    return [(claims._Batch, "_grant", deleting)]
+
+
+@bug
+def a_grant_has_no_lease() -> Sequence[Patch]:
+    grant = claims._Batch._grant
+
+    def careless(self: Any, task_id: TaskId, index: int, trigger: str) -> None:
+        grant(self, task_id, index, trigger)
+        row = self.tables.tasks[task_id]
+        self.tables.change(row, look_at=None, task=replace(row.task, due_at=None))
+
+    return [(claims._Batch, "_grant", careless)]
+
+
+# --- putting down ---
+
+
+@bug
+def a_task_is_parked_without_a_look_at_its_groups() -> Sequence[Patch]:
+    write, is_met = puts._write, Tables.is_met
+    is_writing = [False]
+
+    def blind(tables: Tables, one: Any, row: Any, *, is_born: bool) -> PutDone:
+        is_writing[0] = True
+        try:
+            return write(tables, one, row, is_born=is_born)
+        finally:
+            is_writing[0] = False
+
+    return [
+        (puts, "_write", blind),
+        (Tables, "is_met", lambda self, groups: not is_writing[0] and is_met(self, groups)),
+    ]
+
+
+@bug
+def a_retry_forgets_what_had_succeeded() -> Sequence[Patch]:
+    def forget(tables: Tables, task_id: TaskId, keys: Any) -> None:
+        for call in tables.calls_of[task_id]:
+            tables.change(call, is_forgotten=True)
+        for entry in tables.entries_of[task_id]:
+            tables.change(entry, is_forgotten=True)
+
+    return [(puts, "_forget", forget)]
+
+
+# --- what was never sent ---
+
+
+@bug
+def a_call_without_a_route_is_lost_in_silence() -> Sequence[Patch]:
+    async def careless(self: Outbox, calls: Sequence[Peer], *, reply_to: str | None = None) -> None:
+        messages: list[Outgoing] = [
+            call_message(call, reply_to=reply_to) for call in calls if call.kind is not Kind.TIMER
+        ]
+        if messages:
+            await self.publish(messages)
+
+    return [(Outbox, "send_calls", careless)]
+
+
+@bug
+def nothing_is_ever_sent_again() -> Sequence[Patch]:
+    look = memory_sweeps.look
+
+    def blind(tables: Tables, **options: Any) -> Any:
+        return replace(look(tables, **options), unsent=(), unsent_finals=())
+
+    return [
+        (Tables, "unsent", lambda self, task: Unsent()),
+        _operation("look", blind),
+    ]
+
+
+@bug
+def the_sweeper_overlooks_leases() -> Sequence[Patch]:
+    look = memory_sweeps.look
+
+    def blind(tables: Tables, **options: Any) -> Any:
+        looked = look(tables, **options)
+        return replace(looked, overdue=tuple(task for task in looked.overdue if task.state is not TaskState.RUNNING))
+
+    return [_operation("look", blind)]
+
+
+def _operation(name: str, value: Any) -> Patch:
+    from coatcheck.store import sweeps
+    from coatcheck.store.memory import store
+
+    return (store, "OPERATIONS", {**OPERATIONS, getattr(sweeps, name): value})
+
+
+# --- who is answered ---
+
+
+@bug
+def an_address_is_replaced_by_another_copys() -> Sequence[Patch]:
+    put = StoreHost.put
+
+    async def careless(self: StoreHost, *args: Any, **options: Any) -> PutDone:
+        done = await put(self, *args, **options)
+        if done.task is not None:
+            self._live.addresses = done.task.addresses
+        return done
+
+    return [(StoreHost, "put", careless)]
+
+
+@bug
+def any_copy_that_comes_back_is_taken_for_the_trigger() -> Sequence[Patch]:
+    joins = requests.Requests._joins
+
+    def careless(self: Any, delivery: Delivery, request: Any, live: Any) -> bool:
+        address = Address(request.reply_to, request.correlation_id)
+        if delivery.is_redelivered and not live.is_settled and not live.has_row and live.trigger_name == "request":
+            live.attach(delivery)
+            live.addresses = tuple(dict.fromkeys((*live.addresses, address)))
+            return True
+        return bool(joins(self, delivery, request, live))
+
+    return [(requests.Requests, "_joins", careless)]
+
+
+@bug
+def a_cancel_is_answered_in_two_ways() -> Sequence[Patch]:
+    return [(executor, "cancelled_problem", lambda task_id, reason: problem("cancelled", task_id=str(task_id)))]
+
+
+@bug
+def copies_of_a_request_are_left_unacked() -> Sequence[Patch]:
+    from coatcheck.worker.live import Live
+
+    def attach(self: Live, delivery: Delivery) -> None:
+        self.trigger = delivery
+
+    return [(Live, "attach", attach)]

@@ -1,0 +1,93 @@
+"""What a schedule consists of: drawn from a seed, or gone through one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from tests.simulation import flows
+from tests.simulation.scenario import Ask, Faults, Plan
+
+KINDS = tuple(handler.__name__ for handler in flows.HANDLERS)
+
+
+def draw(seed: int) -> Plan:
+    """A few tasks of any kind, and some of the faults there are."""
+    rng = random.Random(seed * 2 + 1)
+    asks = [_draw_ask(rng, number) for number in range(rng.randint(1, 4))]
+    is_crowd = rng.random() < 0.1
+    if is_crowd:  # everybody asks for the same, at once
+        asks = [Ask(0, rng.choice(("plain", "one", "chain")), rng.randrange(100), at=0.0, repeats=rng.randint(2, 5))]
+    if rng.random() < 0.05:
+        asks.append(Ask(len(asks), "newer", rng.randrange(100), rng.random() * 5))
+    faults = _draw_faults(rng, span=600 + 500 * len(asks))
+    if is_crowd:
+        faults.repeats = 0.5
+    return Plan(
+        asks,
+        faults,
+        workers=rng.randint(2, 3),
+        sweepers=rng.choice((1, 1, 2)),
+        bad_messages=rng.choice((0, 0, 0, 3)),
+        first_version=rng.choice(("1", "1", "2")),
+    )
+
+
+def _draw_faults(rng: random.Random, *, span: int) -> Faults:
+    faults = Faults(restart_s=rng.choice((0.1, 5.0, 30.0)))
+    if rng.random() < 0.7:
+        faults.kill_turns = {rng.randrange(20, span) for _ in range(rng.randint(1, 5))}
+    if rng.random() < 0.4:
+        faults.freeze_turns = {
+            rng.randrange(20, span): rng.choice((1.0, 7.0, 25.0)) * (0.5 + rng.random())
+            for _ in range(rng.randint(1, 3))
+        }
+    if rng.random() < 0.5:
+        faults.cuts = [(rng.random() * 15, rng.choice((0.05, 1.0, 8.0))) for _ in range(rng.randint(1, 4))]
+    if rng.random() < 0.3:
+        faults.outages = [(rng.random() * 15, rng.choice((0.2, 3.0, 10.0))) for _ in range(rng.randint(1, 2))]
+    if rng.random() < 0.15:
+        faults.clock_jumps = [(rng.random() * 15, rng.choice((-40.0, -5.0, 5.0, 40.0)))]
+    if rng.random() < 0.15:
+        faults.deploys = [rng.random() * 10 for _ in range(2)]
+    if rng.random() < 0.4:
+        faults.store_doubt = rng.choice((0.02, 0.1, 0.3))
+    if rng.random() < 0.4:
+        faults.repeats = rng.choice((0.02, 0.1, 0.4))
+    return faults
+
+
+def _draw_ask(rng: random.Random, number: int) -> Ask:
+    return Ask(
+        number,
+        rng.choice(KINDS),
+        rng.randrange(100),
+        at=rng.random() * 3,
+        cancel_after=rng.random() * rng.choice((0.05, 0.5, 5.0)) if rng.random() < 0.15 else None,
+        repeats=rng.randint(1, 2) if rng.random() < 0.2 else 0,
+    )
+
+
+def calm() -> Plan:
+    """One task, two calls, two replicas, and nothing goes wrong: the ground on which every crash is tried."""
+    return Plan([Ask(0, "branches", 5, 0.0)], Faults(restart_s=2.0))
+
+
+def single_crashes(turns: int, reached: dict[str, int]) -> Iterator[tuple[str, Faults]]:
+    """A crash at every await, and at every time a named point is reached."""
+    for turn in range(1, turns + 1):
+        yield f"turn {turn}", Faults(kill_turns={turn}, restart_s=2.0)
+    for point, count in reached.items():
+        for number in range(1, count + 1):
+            yield f"{point}:{number}", Faults(kill_points={point: {number}}, restart_s=2.0)
+
+
+def paired_crashes(reached: dict[str, int]) -> Iterator[tuple[str, Faults]]:
+    """A crash at every pair of named points, the first time each is reached; the same point: twice."""
+    names = sorted(reached)
+    for first in names:
+        for second in names:
+            kills = {first: {1}, second: {2}} if first == second else {first: {1}, second: {1}}
+            if first == second:
+                kills = {first: {1, 2}}
+            yield f"{first} + {second}", Faults(kill_points=kills, restart_s=2.0)

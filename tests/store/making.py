@@ -1,0 +1,241 @@
+"""Making up what runs, peers and people do to a few tasks: mostly what fits the rows as they are, sometimes not."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from hypothesis import strategies as st
+from tests.store.kit import DAY, MINUTE, birth
+
+from coatcheck.store import CallId, CallState, Kind, Tables, Task, TaskId, TaskState
+from coatcheck.store.memory.tables import CallRow, TaskRow
+from coatcheck.store.rows import (
+    Again,
+    Arrival,
+    Birth,
+    CancelAsk,
+    Changes,
+    Finish,
+    Going,
+    Group,
+    Hold,
+    NewCall,
+    NewEntry,
+    Park,
+    Put,
+    Request,
+    Wake,
+)
+from coatcheck.store.sweeps import Renewal
+
+NOW = timedelta()
+TASK_COUNT = 8
+KEYS = ("a#1", "b#1", "c#1")
+LEASES = (NOW, MINUTE, 5 * MINUTE)
+
+End = Going | Park | Finish | Again | Hold
+
+
+class Maker:
+    """Remembers what has been made, so that it can come again. Its ids are the same whenever an example is repeated."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._random = random.Random(0)
+        self._data: st.DataObject | None = None
+        self.births = [self._birth(number) for number in range(TASK_COUNT)]
+        self._near = self.births
+        self.tasks: list[Task] = []  # as they once were: what a run that stood still believes
+        self.puts: list[Put] = []
+        self.calls: list[CallId] = []
+
+    def by(self, data: st.DataObject) -> Maker:
+        """Make the next batch by these choices. It is about few tasks, so that they meet in it."""
+        self._data = data
+        self._near = self.some(self.births, least=1, most=3)
+        return self
+
+    # --- messages ---
+
+    def request(self) -> Request:
+        newborn = self.one(self._near)
+        changed = {
+            "as it was": newborn,
+            "another body": replace(newborn, digest=b"another"),
+            "another address": replace(newborn, address=birth(reply_to="second").address),
+            "refused": replace(newborn, handler="nul \0"),
+        }
+        return Request(changed[self._often("as it was", *changed)], self.maybe())
+
+    def arrival(self, call_id: CallId | None = None) -> Arrival:
+        """A reply to that call, or to any, known or not."""
+        if call_id is None:
+            waited = [call.new.call_id for row in self._rows() for call in self._waited_of(row.task.task_id)]
+            call_id = self.one(waited if waited and self.maybe() else [*self.calls, CallId(self._id())])
+        match self._often("ok", "ok", "failed", "timed out", "timed out", "progress", "refused"):
+            case "progress":
+                return Arrival(call_id, None, b"", self.maybe(), {"done": 1, "rate": 0.5})
+            case "refused":
+                return Arrival(call_id, None, b"", self.maybe(), {"message": "nul \0"})
+            case "timed out":
+                return Arrival(call_id, CallState.TIMED_OUT, b"timeout", self.maybe())
+            case "failed":
+                return Arrival(call_id, CallState.FAILED, b"failure", self.maybe())
+            case _:
+                return Arrival(call_id, CallState.OK, b"value", self.maybe())
+
+    def wake(self) -> Wake:
+        task_id = self.one(self._near).task_id
+        row = self._tables.tasks.get(task_id)
+        epoch = row.task.epoch if row is not None else 1
+        return Wake(task_id, epoch - self.one([0, 0, 0, 1]), self.maybe())
+
+    def ask(self) -> CancelAsk:
+        correlation_id = self.one([None, None, "c-0", "c-1", "c-none"])
+        return CancelAsk("svc", self.one(self._near).task_id, b"reason", self.one([NOW, DAY]), correlation_id)
+
+    def waited(self) -> list[CallId]:
+        """The open calls that some parked task waits for."""
+        parked = [row for row in self._tables.tasks.values() if row.waits]
+        groups = self.one(parked).waits if parked else ()
+        found = dict.fromkeys(call_id for group in groups for call_id in group.calls)
+        return [call_id for call_id in found if self._tables.calls[call_id].is_open_wait]
+
+    def renewals(self) -> list[Renewal]:
+        current = [row.task for row in self._tables.tasks.values()]
+        return [Renewal(task.task_id, task.epoch) for task in self.some([*current, *self.tasks])]
+
+    # --- what a run writes ---
+
+    def put(self) -> Put:
+        put = self._put()
+        self.puts = [*self.puts[-20:], put]
+        self.calls = [*self.calls[-50:], *(call.call_id for call in put.changes.opens)]
+        return put
+
+    def _put(self) -> Put:
+        running = [row.task for row in self._rows() if row.task.state is TaskState.RUNNING]
+        stopped = [task for task in self.tasks if task.task_id in {one.task_id for one in self._near}]
+        kind = self._often("of a run", "birth", "of a run", "of an old run", "again")
+        if kind == "again" and self.puts:
+            return self.one(self.puts)
+        if kind == "of a run" and running:
+            return self._put_of(self.one(running))
+        if kind == "of an old run" and stopped:
+            return self._put_of(self.one(stopped))
+        newborn = self.one(self._near)
+        changes = self._changes(newborn.task_id)
+        return Put(newborn.task_id, 0, 0, 0, changes, self._end(newborn.task_id, changes), birth=newborn)
+
+    def _put_of(self, task: Task) -> Put:
+        changes = self._changes(task.task_id)
+        end = self._end(task.task_id, changes)
+        seen = self.one(range(max(0, task.seq - 3), task.seq + 1))
+        progress = {"done": 1} if self.maybe() else None
+        return Put(task.task_id, task.epoch, task.checkpoint, seen, changes, end, progress=progress)
+
+    def _changes(self, task_id: TaskId) -> Changes:
+        waited = [call.new.call_id for call in self._waited_of(task_id)]
+        return Changes(
+            entries=tuple(self._entry() for _ in range(self.one([0, 0, 1, 2]))),
+            opens=tuple(self._call() for _ in range(self.one([1, 2, 3, 0]))),
+            closes=tuple(self.some(waited, most=self.one([0, 0, 1]))),
+        )
+
+    def _end(self, task_id: TaskId, changes: Changes) -> End:
+        lease, value = self.one(LEASES), b"value" if self.maybe() else b"another"
+        traceback = self.one([None, "a line with a \0"])
+        match self._often("park", "park", "going", "finish", "again", "hold", "refused"):
+            case "park":
+                groups = tuple(self._groups(task_id, changes))
+                return Park(groups, lease) if groups else Going(lease)
+            case "finish":
+                state, keep = self.one([TaskState.DONE, TaskState.FAILED]), self.one([NOW, 5 * MINUTE, DAY])
+                return Finish(state, value, keep, traceback, is_detached=self.maybe())
+            case "again":
+                return Again(lease, value, traceback, tuple(self.some(KEYS)))
+            case "hold":
+                return Hold(lease, value)
+            case "refused":
+                return Park((), lease)
+            case _:
+                return Going(lease, is_detached=self.maybe())
+
+    def _groups(self, task_id: TaskId, changes: Changes) -> Iterable[Group]:
+        """Waits for calls that exist or are opened with them, but not for what is given up."""
+        known = (call.new for call in self._tables.calls_of.get(task_id, ()))
+        members = [
+            call.call_id
+            for call in (*known, *changes.opens)
+            if call.kind is not Kind.SEND and call.call_id not in changes.closes
+        ]
+        for _ in range(self.one([1, 1, 2])):
+            if picked := self.some(members, least=1, most=4):
+                yield Group(tuple(picked), self.one([None, 1, len(picked), max(1, len(picked) - 1)]))
+
+    def _call(self) -> NewCall:
+        call_id, key, soon = CallId(self._id()), self.one(KEYS), self.one([NOW, MINUTE, 3 * MINUTE])
+        match self._often("call", "call", "timer", "send", "never due", "known"):
+            case "timer":
+                return NewCall(call_id, key, Kind.TIMER, "sleep", b"digest", hard=soon)
+            case "send":
+                return NewCall(call_id, key, Kind.SEND, "audit", b"digest", "audit", b"note")
+            case "never due":
+                return NewCall(call_id, key, Kind.CALL, "search", b"digest", "search")
+            case "known":
+                return NewCall(CallId(self.births[0].task_id), key, Kind.CALL, "search", b"digest", hard=MINUTE)
+            case _:
+                idle, hard = (soon, 2 * DAY) if self.maybe() else (None, soon)
+                headers = {"traceparent": "00"}
+                return NewCall(
+                    call_id, key, Kind.CALL, "find", b"digest", "search", b"body", headers, "find", idle, hard
+                )
+
+    def _entry(self) -> NewEntry:
+        kind = self.one([Kind.STEP, Kind.NOTE])
+        return NewEntry(self.one(KEYS), kind, "plan", b"digest", self.maybe(), b"value")
+
+    # --- choosing ---
+
+    def _rows(self) -> list[TaskRow]:
+        """The rows of the tasks that this batch is about; all, if they have none."""
+        rows = self._tables.tasks
+        return [rows[one.task_id] for one in self._near if one.task_id in rows] or list(rows.values())
+
+    def _waited_of(self, task_id: TaskId) -> list[CallRow]:
+        return [call for call in self._tables.calls_of.get(task_id, ()) if call.is_open_wait]
+
+    def several(self, make: Callable[[], Any]) -> list[Any]:
+        return [make() for _ in range(self.one(range(1, 5)))]
+
+    def some(self, found: Iterable[Any], *, least: int = 0, most: int = 3) -> list[Any]:
+        found = list(found)
+        numbers = st.lists(st.integers(0, len(found) - 1), min_size=least, max_size=most, unique=True)
+        return [found[number] for number in self._draw(numbers)] if found and most else []
+
+    def one(self, found: Any) -> Any:
+        return self._draw(st.sampled_from(found))
+
+    def _often(self, *found: str) -> str:
+        """The first, half of the time; else any, also the first."""
+        return self.one([*([found[0]] * len(found)), *found])
+
+    def maybe(self) -> bool:
+        return self._draw(st.booleans())
+
+    def _draw(self, strategy: st.SearchStrategy[Any]) -> Any:
+        assert self._data is not None
+        return self._data.draw(strategy)
+
+    def _id(self) -> uuid.UUID:
+        return uuid.UUID(int=self._random.getrandbits(128))
+
+    def _birth(self, number: int) -> Birth:
+        service = "another" if number == 4 else "svc"
+        newborn = birth(TaskId(self._id()), correlation_id=f"c-{number % 2}", service=service)
+        return replace(newborn, identity=None) if number == 1 else newborn

@@ -1,0 +1,239 @@
+"""Postgres against the store in memory: whatever is done to both, they answer alike and their rows are alike.
+
+Batches of every operation in any order, with the same ids on both sides. Both live by the same clock, and a time may
+differ by a moment; all durations here are whole minutes, so that what is due for one is due for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import fields, is_dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
+
+import asyncpg
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from tests.store.bench import MemoryBench, PostgresBench
+from tests.store.kit import DAY, MINUTE, check_rows
+from tests.store.making import LEASES, NOW, Maker
+
+from coatcheck.errors import Rejected
+from coatcheck.store import CallId, CallState, Store, Task, TaskId, TaskState
+from coatcheck.store.rows import OpenCall, Peer, PutDone, Ruling
+
+EXAMPLES, STEPS = 30, 50
+A_MOMENT = timedelta(seconds=25)
+NOWHERE = uuid.UUID(int=0)
+VERBS = (
+    *(["put"] * 6 + ["claim"] * 4 + ["claim_what_one_waits_for"] * 3 + ["accept"] * 2 + ["resume"] * 2 + ["cancel"]),
+    *("renew", "mark", "let_pass", "let_pass", "look", "retire", "repair", "read"),
+)
+HAPPENS = (
+    *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "retired", "repaired"),
+    *(f"claim {verdict}" for verdict in ("granted", "recorded", "duplicate", "late", "early", "unknown")),
+    *(f"accept {verdict}" for verdict in ("granted", "duplicate", "finished", "conflict")),
+    *(f"resume {verdict}" for verdict in ("granted", "early", "duplicate", "finished", "unknown")),
+    *(f"cancel {verdict}" for verdict in ("recorded", "finished", "unknown")),
+)
+
+
+class Twins(RuleBasedStateMachine):
+    """Does the same to both stores."""
+
+    def __init__(self, runner: asyncio.Runner, postgres: PostgresBench, store: Store, happened: Counter[str]) -> None:
+        super().__init__()
+        self._runner = runner
+        self._postgres, self._memory = postgres, MemoryBench()
+        self._stores = (store, self._memory.replica())
+        self._maker = Maker(self._memory.tables)
+        self._happened = happened
+        runner.run(postgres.empty())
+
+    @rule(verb=st.sampled_from(VERBS), data=st.data())
+    def do(self, verb: str, data: st.DataObject) -> None:
+        getattr(self, f"_{verb}")(self._maker.by(data))
+
+    # --- what runs and messages do: several at once, so that they share a batch ---
+
+    def _accept(self, make: Maker) -> None:
+        self._submit(Store.accept, make.several(make.request))
+
+    def _put(self, make: Maker) -> None:
+        self._submit(Store.put, make.several(make.put))
+
+    def _claim(self, make: Maker) -> None:
+        self._submit(Store.claim, make.several(make.arrival))
+
+    def _claim_what_one_waits_for(self, make: Maker) -> None:
+        self._submit(Store.claim, [make.arrival(call_id) for call_id in make.waited()])
+
+    def _resume(self, make: Maker) -> None:
+        self._submit(Store.resume, make.several(make.wake))
+
+    def _cancel(self, make: Maker) -> None:
+        self._submit(Store.cancel, make.several(make.ask))
+
+    def _renew(self, make: Maker) -> None:
+        renewals, lease, detaches = make.renewals(), make.one(LEASES), make.maybe()
+        renew = Store.give_back if make.maybe() else Store.renew
+        self._ask(lambda store: renew(store, renewals, lease=lease, detaches=detaches))
+
+    def _mark(self, make: Maker) -> None:
+        calls, tasks = make.some(make.calls), [one.task_id for one in make.some(make.births)]
+        self._ask(lambda store: store.mark_sent(calls))
+        self._ask(lambda store: store.mark_final_sent(tasks))
+
+    # --- what time and the sweeper do ---
+
+    def _let_pass(self, make: Maker) -> None:
+        time = make.one([MINUTE + A_MOMENT, 4 * MINUTE, DAY])
+        for bench in (self._postgres, self._memory):
+            self._runner.run(bench.let_pass(time))
+
+    def _look(self, make: Maker) -> None:
+        again = make.one([MINUTE, 10 * MINUTE])
+        self._happened["looked"] += bool(self._ask(lambda store: store.look(limit=1000, again=again)))
+        self._ask(lambda store: store.next_look())
+
+    def _retire(self, make: Maker) -> None:
+        self._happened["retired"] += self._ask(lambda store: store.retire(limit=1000))
+
+    def _repair(self, make: Maker) -> None:
+        """With a wait ended by hand, behind the stores' back: else there is nothing to repair."""
+        if waited := make.waited():
+            self._end_by_hand(waited)
+        quiet, limit, after = make.one([NOW, 2 * MINUTE]), make.one([1, 1000]), NOWHERE
+        self._ask(_without_waker)
+        while after is not None:
+            count, after = self._ask(partial(Store.repair, after=after, limit=limit, quiet=quiet))
+            self._happened["repaired"] += count
+        self._ask(partial(Store.repair, after=NOWHERE, limit=1000, quiet=NOW))  # what moved a moment ago was left alone
+
+    def _end_by_hand(self, calls: list[CallId]) -> None:
+        rows = self._memory.tables
+        task = rows.tasks[rows.calls[calls[0]].task_id].task
+        for bench in (self._postgres, self._memory):
+            for seq, call_id in enumerate(calls, start=task.seq + 1):
+                self._runner.run(bench.set_calls(call_id, state=CallState.FAILED, seq=seq, look_at=None))
+            self._runner.run(bench.set_tasks(task.task_id, seq=task.seq + len(calls)))
+
+    # --- what people ask ---
+
+    def _read(self, make: Maker) -> None:
+        service, states = make.one([None, "svc", "another"]), make.some(list(TaskState), most=2)
+        self._ask(lambda store: store.list_tasks(service=service, states=states, limit=3))
+        self._ask(lambda store: store.summarise_tasks(service=service, states=states, limit=3))
+        self._ask(lambda store: store.count_tasks())
+        self._ask(lambda store: store.count_services())
+        self._ask(lambda store: store.find_late(grace=MINUTE))
+        task_id = make.one(make.births).task_id
+        self._ask(lambda store: store.find_task(task_id))
+        self._ask(lambda store: store.task_lines(task_id))
+        self._ask(lambda store: store.find_ids(task_id.hex[:2], limit=2))
+
+    @invariant()
+    def rows_are_alike_and_sound(self) -> None:
+        postgres, memory = [self._runner.run(bench.read()) for bench in (self._postgres, self._memory)]
+        _compare(postgres, memory, "rows")
+        check_rows(postgres)
+        self._ask(_without_waker)
+
+    # --- doing it to both ---
+
+    def _submit(self, verb: Callable[[Store, Any], Awaitable[Any]], items: list[Any]) -> None:
+        """Submit the items at once, so that they share a batch."""
+        answers = self._ask(lambda store: asyncio.gather(*(verb(store, it) for it in items), return_exceptions=True))
+        for answer in answers:
+            self._happened[_told(verb.__name__, answer)] += 1
+            if isinstance(answer, Ruling) and answer.task is not None:
+                self._maker.tasks = [*self._maker.tasks[-20:], answer.task]
+
+    def _ask(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        async def asked(store: Store) -> Any:
+            return await ask(store)
+
+        postgres, memory = [self._runner.run(asked(store)) for store in self._stores]
+        _compare(postgres, memory, "answer", shift=self._memory.passed)
+        return memory
+
+
+def _told(verb: str, answer: Any) -> str:
+    match answer:
+        case Ruling(verdict):
+            return f"{verb} {verdict}"
+        case PutDone(is_parked=True):
+            return "put parked"
+        case PutDone(task=None):
+            return "put born"
+        case _:
+            return type(answer).__name__
+
+
+async def _without_waker(store: Store) -> list[TaskId]:
+    return sorted(await store.without_waker())
+
+
+# --- comparing ---
+
+
+def _compare(postgres: Any, memory: Any, where: str, *, shift: timedelta = NOW) -> None:
+    if isinstance(postgres, BaseException) and not isinstance(postgres, Rejected):
+        raise postgres
+    if isinstance(postgres, datetime) and isinstance(memory, datetime):
+        postgres, memory = postgres + shift - memory, NOW
+    if isinstance(postgres, timedelta) and isinstance(memory, timedelta):
+        assert abs(postgres - memory) < A_MOMENT, f"{where}: {postgres - memory} apart"
+        return
+    if not (is_dataclass(postgres) or isinstance(postgres, dict | list | tuple | Rejected)):
+        assert postgres == memory, f"{where}: {postgres!r} in Postgres, {memory!r} in memory"
+        return
+    assert type(postgres) is type(memory), f"{where}: {postgres!r} in Postgres, {memory!r} in memory"
+    left, right = _parts(postgres), _parts(memory)
+    assert left.keys() == right.keys(), f"{where}: {postgres!r} in Postgres, {memory!r} in memory"
+    for key, value in left.items():
+        _compare(value, right[key], f"{where}.{key}", shift=shift)
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """What a value is made of, by name; by id, where Postgres gives things in no order."""
+    if isinstance(value, Rejected):
+        return {}
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, tuple) and value and isinstance(value[0], Peer | OpenCall):
+        return {one.call_id: one for one in value}
+    if isinstance(value, tuple) and value and isinstance(value[0], Task):
+        return {one.task_id: one for one in value}
+    return dict(enumerate(value))
+
+
+@pytest.mark.timeout(600)  # when it fails: the time to find a short example
+def test_postgres_does_what_the_store_in_memory_does(store_url):
+    happened = Counter[str]()
+
+    with asyncio.Runner() as runner:
+        connection = runner.run(asyncpg.connect(store_url))
+        postgres = PostgresBench(store_url, connection)
+        store = postgres.replica()
+        run_state_machine_as_test(
+            partial(Twins, runner, postgres, store, happened),  # type: ignore[arg-type]  # it is only called
+            settings=settings(
+                max_examples=EXAMPLES,
+                stateful_step_count=STEPS,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        runner.run(store.close())
+        runner.run(connection.close())
+
+    assert [it for it in HAPPENS if not happened[it]] == [], f"the test does too little: {happened}"

@@ -1,0 +1,75 @@
+"""Values that cannot be stored: whoever brings them fails alone, and nobody quotes them."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.store.kit import all_of, birth, birth_put, call, calls, going, ok, park, parking, parking_put, put_of, start
+
+from coatcheck.errors import Rejected
+from coatcheck.store.rows import Arrival, PutDone, Verdict
+
+
+async def test_put_with_a_nul_fails_alone_and_without_quoting_values(store):
+    good = [birth() for _ in range(6)]
+    bad = replace(birth(body="a secret"), handler="nul \0 here")
+    puts = [parking_put(one, calls(1)) for one in (*good[:3], bad, *good[3:])]
+
+    answers = await asyncio.gather(*(store.put(put) for put in puts), return_exceptions=True)
+
+    refused = answers.pop(3)
+    assert all(isinstance(answer, PutDone) for answer in answers)
+    assert isinstance(refused, Rejected)
+    assert "22021" in str(refused)
+    assert refused.__cause__ is None
+    assert "secret" not in str(refused)
+    assert await store.find_task(bad.task_id) is None
+
+
+async def test_rejection_by_a_constraint_names_it_and_no_values(store):
+    task = await start(store)
+    secret = replace(call(hard=None), body=b"a secret")
+
+    with pytest.raises(Rejected) as caught:
+        await store.put(put_of(task, going(), opens=(secret,)))
+
+    assert "call_open_is_due_or_a_send" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+async def test_progress_that_jsonb_refuses_fails_alone(store):
+    first, second = calls(2)
+    await park(store, [first, second])
+
+    rulings = await asyncio.gather(
+        store.claim(Arrival(first.call_id, None, b"", progress={"message": "\0"})),
+        store.claim(ok(second)),
+        return_exceptions=True,
+    )
+
+    assert isinstance(rulings[0], Rejected)
+    assert not isinstance(rulings[1], BaseException)
+    assert rulings[1].verdict is Verdict.RECORDED
+
+
+async def test_value_of_the_wrong_type_fails_alone_and_is_not_quoted(store):
+    good, bad = birth(), replace(birth(), digest="a secret")  # type: ignore[arg-type]
+
+    answers = await asyncio.gather(
+        store.put(birth_put(good, going())), store.put(birth_put(bad, going())), return_exceptions=True
+    )
+
+    assert isinstance(answers[0], PutDone)
+    assert isinstance(answers[1], Rejected)
+    assert "secret" not in str(answers[1])
+
+
+async def test_call_id_that_exists_already_fails_alone(store):
+    (one,) = calls(1)
+    await park(store, [one])
+    newborn = birth()
+
+    with pytest.raises(Rejected, match="call_pkey"):
+        await store.put(birth_put(newborn, parking(all_of([one])), opens=(one,)))
+
+    assert await store.find_task(newborn.task_id) is None
