@@ -4,6 +4,8 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 REPLICAS ?= 3
+N ?= 20000
+FIRST ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +41,12 @@ check: venv ## Lint, formatting, types and import arrows: what CI checks
 fmt: venv ## Fix what the linter can fix, then format
 	$(BIN)/ruff check --fix $(LINTED)
 	$(BIN)/ruff format $(LINTED)
+
+.PHONY: simulate
+simulate: venv ## Simulate N schedules of faults from seed FIRST, then every crash there is for one task
+	$(BIN)/python -m tests.simulation --first $(FIRST) --count $(N)
+	$(BIN)/python -m tests.simulation --exhaustive
+	$(BIN)/python -m tests.simulation --bugs --count 2000
 
 .PHONY: bench
 bench: venv ## Measure throughput and memory on this machine

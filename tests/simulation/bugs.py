@@ -14,11 +14,12 @@ from typing import Any
 from unittest import mock
 
 from coatcheck.broker.port import Delivery, Outgoing
+from coatcheck.store.batcher import Batcher
 from coatcheck.store.memory import MemoryStore, Tables, claims, puts
 from coatcheck.store.memory import sweeps as memory_sweeps
 from coatcheck.store.memory.store import OPERATIONS
 from coatcheck.store.rows import (
-    Address,
+    Birth,
     Changes,
     Committed,
     Finish,
@@ -293,6 +294,16 @@ def _operation(name: str, value: Any) -> Patch:
     return (store, "OPERATIONS", {**OPERATIONS, getattr(sweeps, name): value})
 
 
+@bug
+def a_bad_item_fails_its_whole_batch() -> Sequence[Patch]:
+    async def careless(self: Batcher[Any, Any], batch: list[Any], error: Exception, *, waits: bool) -> None:
+        for waiting in batch:
+            if not waiting.future.done():
+                waiting.future.set_exception(error)
+
+    return [(Batcher, "_bisect", careless)]
+
+
 # --- who is answered ---
 
 
@@ -313,13 +324,12 @@ def an_address_is_replaced_by_another_copys() -> Sequence[Patch]:
 def any_copy_that_comes_back_is_taken_for_the_trigger() -> Sequence[Patch]:
     joins = requests.Requests._joins
 
-    def careless(self: Any, delivery: Delivery, request: Any, live: Any) -> bool:
-        address = Address(request.reply_to, request.correlation_id)
+    def careless(self: Any, delivery: Delivery, birth: Birth, live: Any) -> bool:
         if delivery.is_redelivered and not live.is_settled and not live.has_row and live.trigger_name == "request":
             live.attach(delivery)
-            live.addresses = tuple(dict.fromkeys((*live.addresses, address)))
+            live.addresses = tuple(dict.fromkeys((*live.addresses, birth.address)))
             return True
-        return bool(joins(self, delivery, request, live))
+        return bool(joins(self, delivery, birth, live))
 
     return [(requests.Requests, "_joins", careless)]
 

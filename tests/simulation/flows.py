@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.simulation.world import World
 
-from coatcheck.worker import App, CallFailed, CallTimedOut, Context, Retry
+from coatcheck.worker import App, CallFailed, CallTimedOut, Context, Retry, TaskFailed
 
 SERVICE = "svc"
 PEER = "peer"
@@ -53,6 +53,11 @@ async def plain(ctx: Context, n: int) -> Any:
 
 async def one(ctx: Context, n: int) -> Any:
     return await _call(ctx, n)
+
+
+async def careful(ctx: Context, n: int) -> Any:
+    """Known by its row from the first delivery on, though it never waits."""
+    return n + 2
 
 
 async def fan(ctx: Context, n: int) -> Any:
@@ -161,6 +166,11 @@ async def nowhere(ctx: Context, n: int) -> Any:
     raise AssertionError("nobody has answered")
 
 
+async def unstorable(ctx: Context, n: int) -> Any:
+    """Wants something recorded that no row can hold: it fails, and nobody beside it."""
+    return await ctx.call(PEER, {"n": n}, task="no\0such", timeout=600)
+
+
 async def newer(ctx: Context, n: int) -> Any:
     """Known to the second version only: the first holds it."""
     return await _call(ctx, n)
@@ -180,6 +190,7 @@ A = answer_of
 EXPECTED: Mapping[str, Callable[[int, Any], bool]] = {
     "plain": lambda n, v: v == n + 1,
     "one": lambda n, v: v == A(n),
+    "careful": lambda n, v: v == n + 2,
     "fan": lambda n, v: v == [A(n), A(n + 1), A(n + 2)],
     "chain": lambda n, v: len(v) == 3 and v[1] == A(n) and v[0] < v[2],
     "race": lambda n, v: v == [A(n), A(n + 1)],
@@ -195,16 +206,20 @@ EXPECTED: Mapping[str, Callable[[int, Any], bool]] = {
     "parent": lambda n, v: v == [A(n), A(n + 1)],
     "note": lambda n, v: v == A(n),
     "nowhere": lambda n, v: v == ["no_route", A(n)],
+    "unstorable": lambda n, v: isinstance(v, TaskFailed),
     "newer": lambda n, v: v == A(n),
 }
-HANDLERS = (plain, one, fan, chain, race, majority, branches, beside, long, again, refused, silent, patient, nap,
-            parent, note, nowhere)  # fmt: skip
+HANDLERS = (
+    plain, one, careful, fan, chain, race, majority, branches, beside, long, again, refused, silent, patient, nap,
+    parent, note, nowhere, unstorable,
+)  # fmt: skip
 
 
 def make_app(version: str) -> App:
     app = App(SERVICE, version=version)
     for handler in (*HANDLERS, *((newer,) if version == "2" else ())):
-        app.task(retry=Retry(attempts=5, backoff=0.5) if handler is again else None)(handler)
+        retry = Retry(attempts=5, backoff=0.5) if handler is again else None
+        app.task(retry=retry, dedup=handler is careful)(handler)
     return app
 
 

@@ -16,8 +16,12 @@ def draw(seed: int) -> Plan:
     rng = random.Random(seed * 2 + 1)
     asks = [_draw_ask(rng, number) for number in range(rng.randint(1, 4))]
     is_crowd = rng.random() < 0.1
-    if is_crowd:  # everybody asks for the same, at once
-        asks = [Ask(0, rng.choice(("plain", "one", "chain")), rng.randrange(100), at=0.0, repeats=rng.randint(2, 5))]
+    if is_crowd:  # everybody at once, and some for the same: so that they meet in batches
+        kinds = rng.choice((["plain"], ["one"], ["chain"], ["careful"], ["unstorable", "one", "careful", "fan", "one"]))
+        asks = [
+            Ask(number, kind, rng.randrange(100), at=1.0, repeats=rng.randint(1, 4))
+            for number, kind in enumerate(kinds)
+        ]
     if rng.random() < 0.05:
         asks.append(Ask(len(asks), "newer", rng.randrange(100), rng.random() * 5))
     faults = _draw_faults(rng, span=600 + 500 * len(asks))
@@ -28,7 +32,7 @@ def draw(seed: int) -> Plan:
         faults,
         workers=rng.randint(2, 3),
         sweepers=rng.choice((1, 1, 2)),
-        bad_messages=rng.choice((0, 0, 0, 3)),
+        bad_messages=rng.choice((0, 0, 0, 5)),
         first_version=rng.choice(("1", "1", "2")),
     )
 

@@ -101,6 +101,8 @@ class Judge:
         kind = message.headers.get("cc-kind")
         if outgoing.to.endswith(".dead"):
             self.buried += 1
+            if not (message.correlation_id or "").startswith("bad-"):
+                self.world.complain(f"a good message was buried: {message}")
         elif kind is None and message.headers.get("cc-task"):
             self._check_call(message)
         elif kind in ("result", "error") and message.headers.get("cc-id"):

@@ -220,6 +220,14 @@ def check_rows(rows: Rows) -> None:
     for row in tasks.values():
         if row["state"] == TaskState.PARKED:
             assert not any(_is_met(group, calls) for group in _groups(row)), "a task is parked though its wait is over"
+        assert _has_waker(row, calls), "nothing would ever move an unfinished task"
+
+
+def _has_waker(row: Row, calls: dict[Any, Row]) -> bool:
+    state = TaskState(row["state"])
+    waited = [calls[call_id] for call_id in row["wait_calls"] or () if calls[call_id]["state"] == CallState.OPEN]
+    wakers = waited if state is TaskState.PARKED else [row]
+    return state.is_final or any(waker["due_at"] and waker["look_at"] for waker in wakers)
 
 
 def _groups(row: Row) -> list[Group]:

@@ -18,6 +18,7 @@ from coatcheck.store.rows import (
     Again,
     Arrival,
     Birth,
+    Caller,
     CancelAsk,
     Changes,
     Finish,
@@ -37,6 +38,13 @@ NOW = timedelta()
 TASK_COUNT = 8
 KEYS = ("a#1", "b#1", "c#1")
 LEASES = (NOW, MINUTE, 5 * MINUTE)
+REPLIES: dict[str, tuple[CallState | None, bytes, dict[str, Any] | None]] = {
+    "ok": (CallState.OK, b"value", None),
+    "failed": (CallState.FAILED, b"failure", None),
+    "timed out": (CallState.TIMED_OUT, b"timeout", None),
+    "progress": (None, b"", {"done": 1, "rate": 0.5}),
+    "refused": (None, b"", {"message": "nul \0"}),
+}
 
 End = Going | Park | Finish | Again | Hold
 
@@ -70,34 +78,38 @@ class Maker:
             "another address": replace(newborn, address=birth(reply_to="second").address),
             "refused": replace(newborn, handler="nul \0"),
         }
-        return Request(changed[self._often("as it was", *changed)], self.maybe())
+        kind = self._weighted({"as it was": 6, "another body": 1, "another address": 2, "refused": 1})
+        return Request(changed[kind], self.maybe())
 
     def arrival(self, call_id: CallId | None = None) -> Arrival:
         """A reply to that call, or to any, known or not."""
         if call_id is None:
-            waited = [call.new.call_id for row in self._rows() for call in self._waited_of(row.task.task_id)]
-            call_id = self.one(waited if waited and self.maybe() else [*self.calls, CallId(self._id())])
-        match self._often("ok", "ok", "failed", "timed out", "timed out", "progress", "refused"):
-            case "progress":
-                return Arrival(call_id, None, b"", self.maybe(), {"done": 1, "rate": 0.5})
-            case "refused":
-                return Arrival(call_id, None, b"", self.maybe(), {"message": "nul \0"})
-            case "timed out":
-                return Arrival(call_id, CallState.TIMED_OUT, b"timeout", self.maybe())
-            case "failed":
-                return Arrival(call_id, CallState.FAILED, b"failure", self.maybe())
-            case _:
-                return Arrival(call_id, CallState.OK, b"value", self.maybe())
+            calls = [call for row in self._rows() for call in self._tables.calls_of[row.task.task_id]]
+            waited = [call for call in calls if call.is_open_wait]
+            usual = (waited if self.maybe() else calls) or calls
+            call_id = self.one([call.new.call_id for call in usual] or [*self.calls, CallId(self._id())])
+        state, value, progress = REPLIES[
+            self._weighted({"ok": 6, "failed": 2, "timed out": 4, "progress": 2, "refused": 1})
+        ]
+        return Arrival(call_id, state, value, self.maybe(), progress, self._queue())
 
     def wake(self) -> Wake:
+        resting = [row.task for row in self._rows(TaskState.RUNNING, TaskState.RETRYING, TaskState.HELD)]
+        if resting and self.maybe():
+            task = self.one(resting)
+            return Wake(task.task_id, task.epoch, self.maybe(), self._queue())
         task_id = self.one(self._near).task_id
         row = self._tables.tasks.get(task_id)
-        epoch = row.task.epoch if row is not None else 1
-        return Wake(task_id, epoch - self.one([0, 0, 0, 1]), self.maybe())
+        return Wake(task_id, row.task.epoch - self.one([0, 1]) if row is not None else 1, self.maybe())
 
     def ask(self) -> CancelAsk:
         correlation_id = self.one([None, None, "c-0", "c-1", "c-none"])
-        return CancelAsk("svc", self.one(self._near).task_id, b"reason", self.one([NOW, DAY]), correlation_id)
+        task_id, keep = self.one(self._near).task_id, self.one([NOW, DAY])
+        return CancelAsk(self._queue() or "svc", task_id, b"reason", keep, correlation_id)
+
+    def _queue(self) -> str:
+        """On whose queue something came; mostly nobody asks."""
+        return self.one(["", "", "", "", "svc", "another"])
 
     def waited(self) -> list[CallId]:
         """The open calls that some parked task waits for."""
@@ -119,16 +131,17 @@ class Maker:
         return put
 
     def _put(self) -> Put:
-        running = [row.task for row in self._rows() if row.task.state is TaskState.RUNNING]
+        running = [row.task for row in self._rows(TaskState.RUNNING)]
         stopped = [task for task in self.tasks if task.task_id in {one.task_id for one in self._near}]
-        kind = self._often("of a run", "birth", "of a run", "of an old run", "again")
+        kind = self._weighted({"of a run": 12, "birth": 2, "of an old run": 1, "again": 2})
         if kind == "again" and self.puts:
             return self.one(self.puts)
         if kind == "of a run" and running:
             return self._put_of(self.one(running))
         if kind == "of an old run" and stopped:
             return self._put_of(self.one(stopped))
-        newborn = self.one(self._near)
+        new = [one for one in (*self._near, *self.births) if one.task_id not in self._tables.tasks]
+        newborn = self.one(new if new and kind != "birth" else self._near)
         changes = self._changes(newborn.task_id)
         return Put(newborn.task_id, 0, 0, 0, changes, self._end(newborn.task_id, changes), birth=newborn)
 
@@ -150,7 +163,7 @@ class Maker:
     def _end(self, task_id: TaskId, changes: Changes) -> End:
         lease, value = self.one(LEASES), b"value" if self.maybe() else b"another"
         traceback = self.one([None, "a line with a \0"])
-        match self._often("park", "park", "going", "finish", "again", "hold", "refused"):
+        match self._weighted({"park": 10, "going": 6, "again": 6, "finish": 4, "hold": 2, "refused": 1}):
             case "park":
                 groups = tuple(self._groups(task_id, changes))
                 return Park(groups, lease) if groups else Going(lease)
@@ -180,7 +193,7 @@ class Maker:
 
     def _call(self) -> NewCall:
         call_id, key, soon = CallId(self._id()), self.one(KEYS), self.one([NOW, MINUTE, 3 * MINUTE])
-        match self._often("call", "call", "timer", "send", "never due", "known"):
+        match self._weighted({"call": 12, "timer": 4, "send": 6, "never due": 1, "known": 1}):
             case "timer":
                 return NewCall(call_id, key, Kind.TIMER, "sleep", b"digest", hard=soon)
             case "send":
@@ -202,10 +215,11 @@ class Maker:
 
     # --- choosing ---
 
-    def _rows(self) -> list[TaskRow]:
-        """The rows of the tasks that this batch is about; all, if they have none."""
-        rows = self._tables.tasks
-        return [rows[one.task_id] for one in self._near if one.task_id in rows] or list(rows.values())
+    def _rows(self, *states: TaskState) -> list[TaskRow]:
+        """The rows in these states of the tasks that this batch is about; of all tasks, if there are none."""
+        rows = [row for row in self._tables.tasks.values() if row.task.state in (states or TaskState)]
+        near = {one.task_id for one in self._near}
+        return [row for row in rows if row.task.task_id in near] or rows
 
     def _waited_of(self, task_id: TaskId) -> list[CallRow]:
         return [call for call in self._tables.calls_of.get(task_id, ()) if call.is_open_wait]
@@ -221,9 +235,8 @@ class Maker:
     def one(self, found: Any) -> Any:
         return self._draw(st.sampled_from(found))
 
-    def _often(self, *found: str) -> str:
-        """The first, half of the time; else any, also the first."""
-        return self.one([*([found[0]] * len(found)), *found])
+    def _weighted(self, kinds: dict[str, int]) -> str:
+        return str(self.one([kind for kind, weight in kinds.items() for _ in range(weight)]))
 
     def maybe(self) -> bool:
         return self._draw(st.booleans())
@@ -238,4 +251,5 @@ class Maker:
     def _birth(self, number: int) -> Birth:
         service = "another" if number == 4 else "svc"
         newborn = birth(TaskId(self._id()), correlation_id=f"c-{number % 2}", service=service)
-        return replace(newborn, identity=None) if number == 1 else newborn
+        named: dict[int, dict[str, Any]] = {1: {"identity": None}, 2: {"caller": Caller("somebody", {"role": "guest"})}}
+        return replace(newborn, **named.get(number, {}))

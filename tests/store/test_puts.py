@@ -38,6 +38,7 @@ from tests.store.kit import (
 from coatcheck.errors import Rejected
 from coatcheck.store import CallState, Kind, TaskState, decode
 from coatcheck.store.rows import Changes, Park, PutDone, PutRefused, Request, TaskId, Verdict, Wake
+from coatcheck.store.sweeps import Renewal
 
 # --- fencing ---
 
@@ -490,3 +491,15 @@ async def _resume(store, bench, task_id: TaskId):
     ruling = await store.resume(Wake(task_id, task.epoch))
     assert ruling.verdict is Verdict.GRANTED
     return ruling
+
+
+async def test_end_of_a_run_that_has_just_lost_its_trigger_is_the_sweepers_to_send(store, bench):
+    """The broker took the trigger back while the end was on its way: whoever gets it acks it, as it saw a run."""
+    task = await start(store)
+    ending = put_of(task, done())
+    await store.renew([Renewal(task.task_id, task.epoch)], lease=MINUTE, detaches=True)
+
+    await written(store, ending)
+    await bench.let_pass(2 * MINUTE)
+
+    assert [one.task_id for one in (await store.look(limit=10, again=MINUTE)).unsent_finals] == [task.task_id]

@@ -2,9 +2,26 @@
 
 import asyncio
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
-from tests.store.kit import all_of, birth, birth_put, call, calls, going, ok, park, parking, parking_put, put_of, start
+from tests.store.kit import (
+    all_of,
+    birth,
+    birth_put,
+    call,
+    calls,
+    cancel_of,
+    done,
+    going,
+    new_id,
+    ok,
+    park,
+    parking,
+    parking_put,
+    put_of,
+    start,
+)
 
 from coatcheck.errors import Rejected
 from coatcheck.store.rows import Arrival, PutDone, Verdict
@@ -62,6 +79,32 @@ async def test_value_of_the_wrong_type_fails_alone_and_is_not_quoted(store):
     assert isinstance(answers[0], PutDone)
     assert isinstance(answers[1], Rejected)
     assert "secret" not in str(answers[1])
+
+
+@pytest.mark.parametrize("word", ["nul \0", "half \ud800", 5], ids=["nul", "surrogate", "number"])
+async def test_text_that_is_none_fails_alone(store, word):
+    good, bad = birth(), replace(birth(), identity=word)
+
+    answers = await asyncio.gather(
+        store.put(birth_put(bad, going())), store.put(birth_put(good, going())), return_exceptions=True
+    )
+
+    assert isinstance(answers[0], Rejected)
+    assert isinstance(answers[1], PutDone)
+
+
+@pytest.mark.parametrize("delay", [timedelta(days=3_000_000), timedelta.max], ids=["year 10000", "for ever"])
+async def test_time_that_could_not_be_read_again_fails_alone(store, delay):
+    """Postgres would keep it, and the row would fail whoever reads it, with all that is read beside it."""
+    task = await start(store)
+    for put in (put_of(task, going(), opens=(call(hard=delay),)), put_of(task, done(keep=delay))):
+        with pytest.raises(Rejected):
+            await store.put(put)
+
+    with pytest.raises(Rejected):
+        await store.cancel(cancel_of(new_id(), keep=delay))
+
+    assert [it.task_id for it in await store.list_tasks()] == [task.task_id]
 
 
 async def test_call_id_that_exists_already_fails_alone(store):

@@ -429,7 +429,9 @@ def _ending(one: _Writing) -> dict[str, Any]:
             lease_s = lease.total_seconds()
             return {"state": TaskState.RUNNING, "due_s": lease_s, "look_s": lease_s, "is_detached": True}
         case Finish(state, value, keep, traceback, is_detached):
-            # Only a final reply that nothing else would bring back is the sweeper's to look at.
+            # Only a final reply that nothing else would bring back is the sweeper's to look at. The row knows best: it
+            # may have lost its trigger while this end was on its way.
+            is_detached = is_detached or (one.task is not None and one.task.trigger is None)
             look_s = RESEND_AFTER_S if is_detached else None
             ending = {"state": state, "value": value, "traceback": printable(traceback), "is_final": True}
             return ending | {"due_s": keep.total_seconds(), "look_s": look_s}

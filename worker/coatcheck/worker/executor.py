@@ -49,7 +49,7 @@ from coatcheck.worker.host import (
     Superseded,
 )
 from coatcheck.worker.live import Live
-from coatcheck.worker.messages import answers, errors, to_body
+from coatcheck.worker.messages import answers, to_body
 from coatcheck.worker.problems import Code, cancelled_problem, problem, problem_of, traceback_of
 from coatcheck.worker.ram_host import FallingHost, RamCalls, RamHost
 from coatcheck.worker.run import Run
@@ -61,6 +61,9 @@ log = structlog.get_logger(__name__)
 
 TaskHost = StoreHost | RamHost
 
+ALONE = 1_000_000
+"""What a run that has the process for itself adds to its task's pick-ups: if it ends the process, there is no doubt who
+did. Those before may have died of a neighbour, however many they were."""
 SHORTEST_HOLD = timedelta(seconds=30)
 LONGEST_HOLD = timedelta(hours=1)
 
@@ -78,12 +81,10 @@ class Executor:
         False: another replica had the request before us and nothing was settled; the caller asks the rows about it.
         """
         runtime = self._runtime
-        is_last = live.has_row and live.pickups == runtime.settings.max_pickups
+        is_last = live.has_row and runtime.settings.max_pickups <= live.pickups < ALONE
         origin = live.trigger
         runtime.lives.add(live)
         try:
-            if is_last:
-                await self._take_back(live)
             size = await runtime.slots.acquire(is_resume=is_resume, is_alone=is_last)
             if runtime.lives.is_closed:
                 runtime.slots.release(size)
@@ -120,6 +121,8 @@ class Executor:
             if not live.has_row and not live.is_let_go:
                 return False
             log.warning("run_superseded", epoch=live.epoch, is_fenced=live.is_fenced)
+            if is_last:
+                await self._acquit(live)
             self._leave(live)
         except BrokerUnavailable as error:
             log.warning("settling_interrupted", error=str(error))
@@ -132,15 +135,11 @@ class Executor:
             await host.close()
         return True
 
-    async def _take_back(self, live: Live) -> None:
-        """A last attempt that waits to be alone is none yet: whoever is alone before it may end the process."""
-        renewal, lease = Renewal(live.task_id, live.epoch), self._runtime.settings.lease
-        await self._runtime.gate.insist(lambda _: self._runtime.store.give_back([renewal], lease=lease, detaches=False))
-
     async def _look_again(self, live: Live, *, is_last: bool) -> None:
         """Raise Superseded if the task may have gone to another replica while this run waited for a slot, or froze.
 
-        Its journal would be old: it would do again what is recorded by now. A last attempt is counted here.
+        Its journal would be old: it would do again what is recorded by now. A last attempt is counted here, now that it
+        is alone: while it waited for that, its process may have been ended by any other.
         """
         lease = self._runtime.settings.lease
         is_fresh = time.monotonic() - live.renewed_s < lease.total_seconds() * 2 / 3
@@ -150,7 +149,7 @@ class Executor:
         while True:
             asked_s = time.monotonic()
             mine, busy = await self._runtime.gate.insist(
-                lambda _: self._runtime.store.renew([renewal], lease=lease, counted=int(is_last))
+                lambda _: self._runtime.store.renew([renewal], lease=lease, counted=ALONE if is_last else 0)
             )
             if live.task_id in mine:
                 live.renewed_s = asked_s
@@ -159,6 +158,11 @@ class Executor:
                 live.is_fenced = True
                 raise Superseded
             await asyncio.sleep(random.uniform(0.02, 0.1))
+
+    async def _acquit(self, live: Live) -> None:
+        """A last attempt that was cut short has not ended its process: another one may be made, at once."""
+        renewal, now = Renewal(live.task_id, live.epoch), timedelta(0)
+        await self._runtime.gate.insist(lambda _: self._runtime.store.renew([renewal], lease=now, counted=-ALONE))
 
     def _leave(self, live: Live) -> None:
         """Give up what we hold of a run that is not ours to finish.
@@ -185,7 +189,7 @@ class Executor:
             reason = self._runtime.app.explain_unknown(live.handler_name)
             await self._hold(live, host, problem_of(UnknownHandler(reason), live.task_id), reason)
             return
-        if live.pickups > self._runtime.settings.max_pickups:
+        if live.pickups >= ALONE:
             await self._fail_killer(live, host)
             return
         try:
@@ -242,7 +246,7 @@ class Executor:
             case Abandoned():
                 raise Superseded
             case Cancelled(reason):
-                await self._end_cancelled(live, reason)
+                await self._end_cancelled(live, host, reason)
             case _:
                 assert_never(outcome)
 
@@ -308,7 +312,7 @@ class Executor:
 
     async def _fail_killer(self, live: Live, host: TaskHost) -> None:
         """A task that takes its process with it each time is stopped before it takes the fleet."""
-        count = live.pickups - 1
+        count = live.pickups - ALONE - 1
         document = problem(
             "crashed_repeatedly",
             detail=f"{count} runs in a row ended with their process, without recording anything",
@@ -335,16 +339,18 @@ class Executor:
         log.error("task_held", reason=reason, retry_in_s=delay.total_seconds())
         live.ack()
 
-    async def _end_cancelled(self, live: Live, reason: str) -> None:
-        """Whoever took the order has committed the cancel and answers; only a task without a row is ours to answer."""
-        if not live.has_row:
-            document = cancelled_problem(live.task_id, reason)  # the tombstone, if there is one, says the same
-            await self._runtime.outbox.publish(
-                errors(live.task_id, document, live.addresses, traceparent=live.traceparent)
-            )
-            self._runtime.metrics.finished.labels("cancelled").inc()
+    async def _end_cancelled(self, live: Live, host: TaskHost, reason: str) -> None:
+        """Whoever took the order has committed the cancel and answers; only a task without a row is ours to end.
+
+        It is ended in a row all the same: another copy of the request may have come to an end first, and then that is
+        the answer.
+        """
         log.info("task_cancelled")
-        live.ack(is_answered=not live.has_row)
+        if live.has_row:
+            live.ack()
+            return
+        value = encode(cancelled_problem(live.task_id, reason))
+        await self._finish(live, host, TaskState.CANCELLED, value, is_worth_a_row=True)
 
     async def _finish(
         self,

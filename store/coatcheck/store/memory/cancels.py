@@ -68,7 +68,7 @@ def _cancel(tables: Tables, target: TaskId, ask: CancelAsk) -> Ruling:
         checkpoint=task.checkpoint + 1,
         seq=seq,
         trigger=None,
-        due_at=tables.now + ask.keep,
+        due_at=tables.later(ask.keep),
         finished_at=tables.now,
         updated_at=tables.now,
     )
@@ -94,7 +94,7 @@ def _closed(tables: Tables, task: Task) -> tuple[Peer, ...]:
 def _bury(tables: Tables, target: TaskId, ask: CancelAsk) -> None:
     nobody = Birth(target, ask.service, None, "", b"", b"")
     tombstone = replace(
-        tables.newborn(nobody, trigger=None, pickups=0, due_at=tables.now + ask.keep),
+        tables.newborn(nobody, trigger=None, pickups=0, due_at=tables.later(ask.keep)),
         state=TaskState.CANCELLED,
         epoch=0,
         value=ask.failure,

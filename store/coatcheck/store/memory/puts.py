@@ -149,29 +149,30 @@ class _Ending:
     waits: tuple[Group, ...] = ()
 
 
-def _ending(one: Put, now: datetime, *, is_parked: bool) -> _Ending:
+def _ending(tables: Tables, one: Put, *, is_parked: bool) -> _Ending:
+    later = tables.later
     match one.end:
         case Park(groups) if is_parked:
             return _Ending(TaskState.PARKED, None, None, is_detached=True, waits=groups)
         case Park(lease=lease):
-            return _Ending(TaskState.RUNNING, now + lease, now + lease)
+            return _Ending(TaskState.RUNNING, later(lease), later(lease))
         case Going(lease, is_detached):
-            return _Ending(TaskState.RUNNING, now + lease, now + lease, is_detached)
+            return _Ending(TaskState.RUNNING, later(lease), later(lease), is_detached)
         case Finish(state, value, keep, traceback, is_detached):
-            return _Ending(
-                state, now + keep, now + RESEND_AFTER if is_detached else None, value=value, traceback=traceback
-            )
+            is_detached = is_detached or tables.tasks[one.task_id].task.trigger is None
+            look_at = tables.now + RESEND_AFTER if is_detached else None
+            return _Ending(state, later(keep), look_at, value=value, traceback=traceback)
         case Again(delay, failure, traceback):
-            return _Ending(TaskState.RETRYING, now + delay, now + delay, True, failure, traceback)
+            return _Ending(TaskState.RETRYING, later(delay), later(delay), True, failure, traceback)
         case Hold(delay, failure):
-            return _Ending(TaskState.HELD, now + delay, now + delay, True, failure)
+            return _Ending(TaskState.HELD, later(delay), later(delay), True, failure)
         case end:
             assert_never(end)
 
 
 def _update_task(tables: Tables, one: Put, row: TaskRow, *, seq: int, is_parked: bool) -> None:
     task, now = row.task, tables.now
-    ending = _ending(one, now, is_parked=is_parked)
+    ending = _ending(tables, one, is_parked=is_parked)
     if ending.state is TaskState.PARKED and not any(group.calls for group in ending.waits):
         refuse("task_parked_waits_for_something")
     if ending.value is not None:

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 from uuid import UUID
 
-from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, earliest
+from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, check_text, earliest
 from coatcheck.store.queries import Late, Line, ServiceCount, Summary
 from coatcheck.store.rows import CallState, Kind, Task, TaskId, TaskState
 
@@ -22,6 +22,7 @@ def find_tasks(tables: Tables, ids: Sequence[TaskId], waits: bool) -> list[Task 
 
 
 def list_tasks(tables: Tables, *, service: str | None, states: Collection[TaskState], limit: int) -> list[Task]:
+    check_text(service)
     found = (row.task for row in tables.newest_first())
     return [task for task in found if service in (None, task.service) and (not states or task.state in states)][:limit]
 

@@ -40,6 +40,7 @@ T = TypeVar("T")
 Clock = Callable[[], datetime]
 
 RESEND_AFTER = timedelta(seconds=RESEND_AFTER_S)
+LAST_DAY = datetime(9999, 1, 1, tzinfo=UTC)
 _NUL_IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -153,8 +154,8 @@ class Tables:
         check_text(new.key, new.name, new.peer, new.handler)
         check_bytes(new.digest, new.body)
         as_json(dict(new.headers))
-        hard_due_at = _later(self.now, new.hard)
-        due_at = earliest(_later(self.now, new.idle), hard_due_at)
+        hard_due_at = self._call_due_at(new.hard)
+        due_at = earliest(self._call_due_at(new.idle), hard_due_at)
         if new.kind not in (Kind.CALL, Kind.TIMER, Kind.SEND):
             refuse("call_kind_is_known")
         if due_at is None and new.kind is not Kind.SEND:
@@ -167,6 +168,9 @@ class Tables:
         self.calls_of[task_id].append(row)
         self._undo.append(self.calls_of[task_id].pop)
         self._undo.append(partial(self.calls.pop, new.call_id))
+
+    def _call_due_at(self, delay: timedelta | None) -> datetime | None:
+        return None if delay is None else self.later(delay, or_refuse="call_due_at_can_be_read")
 
     def insert_entry(self, task_id: TaskId, new: NewEntry, *, checkpoint: int, seq: int) -> EntryRow:
         check_text(new.key, new.name)
@@ -236,6 +240,10 @@ class Tables:
         rows.reverse()
         return rows
 
+    def later(self, delay: timedelta, *, or_refuse: str = "task_due_at_can_be_read") -> datetime:
+        """A time to come, unless it is too far away to be read again."""
+        return self.now + delay if delay < LAST_DAY - self.now else refuse(or_refuse)
+
     def is_over(self, due_at: datetime | None) -> bool:
         return due_at is not None and due_at <= self.now
 
@@ -291,29 +299,35 @@ class Tables:
 # --- what the schema refuses ---
 
 
+_REFUSED = "the tables refused the values of a write"
+
+
 def refuse(what: str, code: str = "23514") -> NoReturn:
-    raise Rejected(f"the tables refused the values of a write ({code}): constraint {what}")
+    raise Rejected(f"{_REFUSED} ({code}): constraint {what}")
 
 
-def check_text(*values: str | None) -> None:
+def check_text(*values: object) -> None:
     for value in values:
-        if value is not None and "\0" in value:
-            raise Rejected("the tables refused the values of a write (22021): a NUL in a text")
+        if value is None or (isinstance(value, str) and value.isascii() and "\0" not in value):
+            continue
+        if not isinstance(value, str) or value != value.encode("utf-8", "replace").decode():
+            raise Rejected(f"{_REFUSED} (22000): not a text")
+        if "\0" in value:
+            raise Rejected(f"{_REFUSED} (22021): a NUL in a text")
 
 
-def check_bytes(*values: bytes) -> None:
+def check_bytes(*values: object) -> None:
     for value in values:
         if not isinstance(value, bytes):
-            raise Rejected("the tables refused the values of a write (22000): not bytes")
+            raise Rejected(f"{_REFUSED} (22000): not bytes")
 
 
-def as_json(value: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(value: Any) -> Any:
     """The document as it comes back from a `jsonb`."""
     written = to_json(value)
     if _NUL_IN_JSON.search(written):
-        raise Rejected("the tables refused the values of a write (22P05): a NUL in a document")
-    document: dict[str, Any] = from_json(written)
-    return document
+        raise Rejected(f"{_REFUSED} (22P05): a NUL in a document")
+    return from_json(written)
 
 
 def _check_birth(birth: Birth) -> None:
@@ -325,13 +339,8 @@ def _check_birth(birth: Birth) -> None:
 
 
 def check_address(address: Address) -> None:
-    if "\0" in address.reply_to or "\0" in (address.correlation_id or ""):
-        raise Rejected("the tables refused the values of a write (22P05): a NUL in a document")
+    as_json([address.reply_to, address.correlation_id])
 
 
 def earliest(*times: datetime | None) -> datetime | None:
     return min((time for time in times if time is not None), default=None)
-
-
-def _later(now: datetime, delay: timedelta | None) -> datetime | None:
-    return None if delay is None else now + delay

@@ -3,6 +3,7 @@
 `due_at` is a fact (when a lease, a retry time or a call's deadline is over); `look_at` is when the sweeper should next
 look at the row, so that it needs one index per table and a row it dealt with stays out of its way for a while. A row
 that needs nobody has no `look_at`: a parked task, a finished one whose reply is out. A finished one goes at `due_at`.
+Postgres can keep years that Python cannot read; one such row would fail whatever reads it with others.
 """
 
 from alembic import op
@@ -47,6 +48,7 @@ CREATE TABLE coatcheck.task (
     finished_at     timestamptz,
     CONSTRAINT task_state_is_known CHECK
         (state IN ('running', 'parked', 'retrying', 'held', 'done', 'failed', 'cancelled')),
+    CONSTRAINT task_due_at_can_be_read CHECK (due_at < '9999-01-01Z'),
     CONSTRAINT task_has_a_waker CHECK
         (state NOT IN ('running', 'retrying', 'held') OR (due_at IS NOT NULL AND look_at IS NOT NULL)),
     CONSTRAINT task_parked_waits_for_something CHECK
@@ -86,6 +88,7 @@ CREATE TABLE coatcheck.call (
     closed_at       timestamptz,
     CONSTRAINT call_kind_is_known CHECK (kind IN ('call', 'timer', 'send')),
     CONSTRAINT call_state_is_known CHECK (state IN ('open', 'ok', 'failed', 'timed_out', 'closed')),
+    CONSTRAINT call_due_at_can_be_read CHECK (greatest(due_at, hard_due_at) < '9999-01-01Z'),
     CONSTRAINT call_open_is_due_or_a_send CHECK (state <> 'open' OR kind = 'send' OR due_at IS NOT NULL),
     CONSTRAINT call_open_is_looked_at CHECK (state <> 'open' OR look_at IS NOT NULL),
     CONSTRAINT call_ended_has_a_place_in_the_order CHECK (state = 'open' OR seq IS NOT NULL)
