@@ -4,6 +4,10 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 REPLICAS ?= 3
+TASKS ?= 2000
+MINUTES ?= 1.2
+SEED ?=
+CHAOS_ARGS ?=
 N ?= 20000
 FIRST ?= 0
 
@@ -48,9 +52,18 @@ simulate: venv ## Simulate N schedules of faults from seed FIRST, then every cra
 	$(BIN)/python -m tests.simulation --exhaustive
 	$(BIN)/python -m tests.simulation --bugs --count 2000
 
+.PHONY: chaos
+chaos: venv ## Kill, freeze, cut and fill up everything, then check (TASKS=50000 MINUTES=30 SEED=1)
+	$(BIN)/python -m tests.chaos --tasks $(TASKS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(CHAOS_ARGS)
+
 .PHONY: bench
 bench: venv ## Measure throughput and memory on this machine
 	$(BIN)/python bench/run.py
+
+.PHONY: soak
+soak: MINUTES = 10
+soak: venv ## Keep it busy for a while and plot what it holds (MINUTES=10)
+	$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 .PHONY: up
 up: ## Start RabbitMQ, Postgres, workers, sweeper and a peer in containers (REPLICAS=3)

@@ -180,13 +180,15 @@ def show(found: dict[str, dict[str, float]]) -> None:
     Console().print(table)
 
 
-async def delete_queues(bench: Bench) -> None:
+async def delete_queues(bench: Bench, *others: str) -> None:
     connection = await aio_pika.connect(bench.broker)
     async with connection:
         channel = await connection.channel()
         for role in ("flows", "echo", "naive"):
             for suffix in ("", ".replies", ".control", ".dead"):
                 await channel.queue_delete(f"{bench.prefix}-{role}{suffix}")
+        for queue in others:
+            await channel.queue_delete(queue)
         await channel.exchange_delete(f"{bench.prefix}-flows.broadcast")
 
 

@@ -38,6 +38,7 @@ class Node:
         self.port = _free_port()
         self.url = f"amqp://guest:guest@127.0.0.1:{self.port}/"
         self._home = Path(tempfile.mkdtemp(prefix="coatcheck-node-"))
+        self.data = self._home / "data"
         self._process: subprocess.Popen[bytes] | None = None
         files = {
             "rabbitmq.conf": f"listeners.tcp.local = 127.0.0.1:{self.port}\n{config}\n",
@@ -56,7 +57,7 @@ class Node:
             "RABBITMQ_ADVANCED_CONFIG_FILE": str(self._home / "advanced.config"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(self._home / "enabled_plugins"),
             "RABBITMQ_LOG_BASE": str(self._home / "log"),
-            "RABBITMQ_MNESIA_BASE": str(self._home / "data"),
+            "RABBITMQ_MNESIA_BASE": str(self.data),
             "RABBITMQ_NODENAME": f"cctest-{self.port}@localhost",
             "RABBITMQ_DIST_PORT": str(_free_port()),
         }

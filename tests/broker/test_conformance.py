@@ -423,6 +423,23 @@ async def test_browse_shows_and_puts_back_what_was_not_acked(rig: Rig, service_n
     await until_depth(broker, dead, 4)
 
 
+async def test_what_was_acked_while_browsing_does_not_come_back(rig: Rig, service_name: str) -> None:
+    broker, dead = await rig.connect(), Names(service_name).dead
+    await broker.declare_service(service_name)
+    bodies = [str(count).encode() * (40_000 if count % 20 == 0 else 1) for count in range(400)]
+    await send(broker, dead, *bodies)
+
+    async with broker.browse(dead, 400) as found:
+        taken = [delivery.message.body for delivery in found]
+        for delivery in found:
+            delivery.ack()
+    async with broker.browse(dead, 400) as found:
+        again = len(found)
+
+    assert taken == bodies
+    assert again == 0
+
+
 async def test_browsing_a_dead_letter_many_times_never_drops_it(rig: Rig, service_name: str) -> None:
     broker, dead = await rig.connect(), Names(service_name).dead
     await broker.declare_service(service_name)
@@ -543,3 +560,46 @@ async def test_calls_on_a_broker_that_was_not_started_say_so(rig: Rig, service_n
 
     with pytest.raises(BrokerUnavailable, match="not started"):
         await send(broker, service_name, b"x")
+
+
+# --- with fewer rights ---
+
+
+async def test_broker_that_must_not_declare_finds_what_is_there(rig: Rig, service_name: str) -> None:
+    maker, sweepers = await rig.connect(), f"{service_name}.hints"
+    await maker.declare_service(service_name)
+    await maker.declare_sweeper(sweepers)
+    broker, inbox = await rig.connect(declares=False), Inbox()
+
+    await broker.declare_service(service_name)
+    await broker.declare_sweeper(sweepers)
+    await inbox.consume(broker, await broker.declare_replica(service_name))
+    await broker.publish([Outgoing(Names(service_name).broadcast, Message(b"all"), is_broadcast=True)])
+
+    assert (await inbox.take_one()).message.body == b"all"
+    await maker.delete_queue(sweepers)
+
+
+async def test_broker_that_must_not_declare_says_what_is_missing(rig: Rig, service_name: str) -> None:
+    broker = await rig.connect(declares=False)
+
+    with pytest.raises(InvalidSettings, match="run `coatcheck declare`"):
+        await broker.declare_service(service_name)
+    with pytest.raises(InvalidSettings, match="run `coatcheck declare`"):
+        await broker.declare_sweeper(f"{service_name}.hints")
+    assert await broker.depth(service_name) is None
+
+
+async def test_reasons_are_read_off_dead_queues_only_and_tokens_off_live_ones(rig: Rig, service_name: str) -> None:
+    broker, inbox = await rig.connect(), Inbox()
+    await broker.declare_service(service_name)
+    headers = {"cc-reason": "oversized", "cc-queue": "elsewhere", "authorization": "Bearer abc", "cc-id": "1"}
+    dead = Names(service_name).dead
+    await broker.publish([Outgoing(queue, Message(b"x", headers=headers)) for queue in (service_name, dead)])
+    await inbox.consume(broker, service_name)
+
+    alive = await inbox.take_one()
+    async with broker.browse(dead, 1) as [letter]:
+        assert letter.message.headers == {"cc-reason": "oversized", "cc-queue": "elsewhere", "cc-id": "1"}
+    assert alive.message.headers == {"authorization": "Bearer abc", "cc-id": "1"}
+    alive.ack()

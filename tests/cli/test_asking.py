@@ -12,11 +12,12 @@ from typing import Any
 
 import click
 import pytest
-from tests.cli.kit import COATCHECK, Cli, Process, until, with_store
+from tests.cli.kit import COATCHECK, Cli, Process, until, with_broker, with_store
 from tests.conftest import ServiceNames
 from tests.store.kit import birth, call, cancel_of, done, park, put_of, start, written
 
-from coatcheck.cli.asking import read_body
+from coatcheck.broker import Broker
+from coatcheck.cli.asking import read_body, read_token
 from coatcheck.store import Store, TaskId
 
 SERVICE = """
@@ -292,3 +293,43 @@ def test_a_reader_that_leaves_is_no_failure_worth_words(store_cli: Cli, store_ur
     assert code in {1, 141}
     assert "Traceback" not in said
     assert "Broken pipe" not in said
+
+
+# --- who asks ---
+
+
+def test_token_comes_from_a_file_or_from_stdin(tmp_path: Path):
+    file = tmp_path / "token"
+    file.write_text("abc.def\n")
+
+    assert read_token(str(file)) == "abc.def"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("", "not one token"), ("two tokens", "not one token"), (None, "No such file")]
+)
+def test_file_without_a_token_is_wrong_usage(bare_cli: Cli, tmp_path: Path, content: str | None, words: str):
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+
+    result = bare_cli("submit", "research", "--token-file", str(file))
+
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "two tokens" not in result.stderr
+
+
+def test_token_on_stdin_is_sent(cli: Cli, broker_url: str, service_name: str):
+    async def make(broker: Broker) -> None:
+        await broker.declare_service(service_name)
+
+    async def take(broker: Broker) -> list[Any]:
+        async with broker.browse(service_name, 1) as deliveries:
+            return [delivery.message.headers["authorization"] for delivery in deliveries]
+
+    with_broker(broker_url, make)
+    result = cli("submit", service_name, "1", "--token-file", "-", input="abc.def")
+
+    assert result.exit_code == 0, result.stderr
+    assert with_broker(broker_url, take) == ["Bearer abc.def"]

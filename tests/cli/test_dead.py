@@ -216,14 +216,16 @@ def test_redrive_can_keep_to_one_reason(
 
 def test_a_letter_with_no_way_back_stays_and_the_rest_go(broker_cli: Cli, broker_url: str, service_name: str):
     gone = f"{service_name}-gone"
-    bury(broker_url, service_name, letter(gone, "m1"), letter(None, "m2"), letter(service_name, "m3"))
+    lost = letter(gone, "m1", reason="no_route")  # a send of the service: the only letters that go to others' queues
+    bury(broker_url, service_name, lost, letter(None, "m2"), letter(service_name, "m3"), letter(gone, "m4"))
 
     result = broker_cli("dead", "redrive", service_name, "--all", "--yes")
 
     assert (result.exit_code, result.stdout) == (1, "1 redriven.\n")
     assert f"Error: m1 stays: its queue '{gone}' is gone" in result.stderr
     assert "Error: m2 stays: no cc-queue" in result.stderr
-    assert names_in(broker_url, Names(service_name).dead) == ["m1", "m2"]
+    assert f"Error: m4 stays: '{gone}' is no queue of {service_name}" in result.stderr
+    assert names_in(broker_url, Names(service_name).dead) == ["m1", "m2", "m4"]
 
 
 def test_a_letter_too_large_for_the_usual_limit_can_be_redriven(broker_cli: Cli, broker_url: str, service_name: str):

@@ -29,7 +29,20 @@ PRINTS_NO_DATA = {"worker", "sweeper", "dead"}
 
 
 def test_the_commands_are_those_that_were_promised():
-    promised = {"worker", "sweeper", "migrate", "submit", "result", "ps", "show", "cancel", "dead", "doctor", "version"}
+    promised = {
+        "worker",
+        "sweeper",
+        "migrate",
+        "declare",
+        "submit",
+        "result",
+        "ps",
+        "show",
+        "cancel",
+        "dead",
+        "doctor",
+        "version",
+    }
 
     assert set(main.commands) == promised
     assert {name for name in COMMANDS if name.startswith("dead ")} == {

@@ -103,7 +103,9 @@ def commands() -> Iterator[Command]:
 
 
 def _commands_in(line: str, place: str) -> Iterator[Command]:
-    words = shlex.split(line.removeprefix("$ "), comments=True)
+    if not line.strip().removeprefix("$ ").startswith("coatcheck "):
+        return  # somebody else's, perhaps over several lines
+    words = shlex.split(line.strip().removeprefix("$ "), comments=True)
     while words and (words[-1] == "&" or words[-1].startswith((">", "2>"))):
         words.pop()
     if words and words[0] == "coatcheck":

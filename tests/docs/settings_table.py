@@ -33,7 +33,7 @@ def _default(variable: str) -> str:
     if name == "store":
         assert value == default_store()
         value = "postgresql://USER@localhost:5432/coatcheck"
-    elif name == "broker" or isinstance(written, int):
+    elif name == "broker" or (isinstance(written, int) and not isinstance(written, bool)):
         value = written  # as it is written: guest is no secret, and a prefetch of 0 means something else
     return "unset" if value is None else f"`{value}`"
 

@@ -4,7 +4,8 @@ A Python block is executed as a module of its own; `await` on its top level is a
 says otherwise:
 
     <!-- not run: REASON -->      nobody runs it; the reason is for the reader of the page's source
-    <!-- run by: TEST -->         a test of that name in tests/docs/ runs it, with what it needs around it
+    <!-- run by: TEST -->         a test of that name in tests/docs/ or tests/security/ runs it, with what it needs
+                                  around it
 """
 
 import ast
@@ -75,7 +76,8 @@ def run_block(block: Block) -> types.ModuleType:
 
 
 def test_who_is_said_to_run_a_block_exists():
-    sources = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    folders = (ROOT / "tests/docs", ROOT / "tests/security")
+    sources = "\n".join(path.read_text() for folder in folders for path in folder.glob("test_*.py"))
     named = {block.argument for block in every_block() if block.directive == "run by"}
 
     assert named

@@ -29,6 +29,8 @@ _SHARED = ("broker", "store", "sweeper_queue", "grace", "lease", "sweep_interval
 BRISK: dict[str, Any] = {"grace": 5, "sweep_interval": 0.1}
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
+STARTING_S = 60.0
+"""A process imports for a second or two where nobody else wants the CPU."""
 
 
 async def until(
@@ -296,12 +298,12 @@ class Rig:
 
     async def worker_process(self, app: str, *arguments: str, name: str = "", **environment: str) -> Process:
         started = await self.process("worker", app, *arguments, name=name, **environment)
-        await started.logged("worker_started")
+        await started.logged("worker_started", within_s=STARTING_S)
         return started
 
     async def sweeper_process(self, **environment: str) -> Process:
         started = await self.process("sweeper", name="sweeper", **environment)
-        await started.logged("sweeper_started")
+        await started.logged("sweeper_started", within_s=STARTING_S)
         return started
 
     async def task(self, state: TaskState, count: int = 1) -> list[Task]:

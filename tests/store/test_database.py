@@ -240,7 +240,7 @@ async def test_cancelled_caller_leaves_no_connection_behind_and_its_transaction_
         assert await asyncio.gather(*(database.transact(_one) for _ in range(2))) == [1, 1]
 
 
-async def test_cancelled_write_is_committed(store, sql):
+async def test_cancelled_write_is_committed(store, bench):
     members = calls(1)
     task_id = await park(store, members)
     caller = asyncio.create_task(store.claim(ok(members[0])))
@@ -249,7 +249,7 @@ async def test_cancelled_write_is_committed(store, sql):
     caller.cancel()
     await store.close()
 
-    assert await sql.fetchval("SELECT epoch FROM coatcheck.task WHERE id = $1", task_id) == 2
+    assert (await bench.read())["task"][task_id]["epoch"] == 2
 
 
 async def test_closing_waits_for_transactions_whose_callers_have_left(store_url):

@@ -29,7 +29,7 @@ from coatcheck.store import CallId, CallState, Store, Task, TaskId, TaskState
 from coatcheck.store.database import SERVER_SETTINGS
 from coatcheck.store.rows import OpenCall, Peer, PutDone, Ruling
 
-EXAMPLES, STEPS = 30, 50
+EXAMPLES, STEPS = 25, 50
 A_MOMENT = timedelta(seconds=25)
 NOWHERE = uuid.UUID(int=0)
 VERBS = (
@@ -109,7 +109,7 @@ class Twins(RuleBasedStateMachine):
     def _repair(self, make: Maker) -> None:
         """With a wait ended by hand, behind the stores' back: else there is nothing to repair."""
         if waited := make.waited():
-            self._end_by_hand(waited)
+            self._end_by_hand(make.some(waited, least=1), make.one([CallState.OK, CallState.FAILED]))
         quiet, limit, after = make.one([NOW, 2 * MINUTE]), make.one([1, 1000]), NOWHERE
         self._ask(_without_waker)
         while after is not None:
@@ -117,11 +117,11 @@ class Twins(RuleBasedStateMachine):
             self._happened["repaired"] += count
         self._ask(partial(Store.repair, after=NOWHERE, limit=1000, quiet=NOW))  # what moved a moment ago was left alone
 
-    def _end_by_hand(self, calls: list[CallId]) -> None:
+    def _end_by_hand(self, calls: list[CallId], state: CallState) -> None:
         rows = self._memory.tables
         task = rows.tasks[rows.calls[calls[0]].task_id].task
         for seq, call_id in enumerate(calls, start=task.seq + 1):
-            ended = {"state": CallState.FAILED, "seq": seq, "look_at": None}
+            ended = {"state": state, "seq": seq, "look_at": None}
             self._at_once(bench.set_calls(call_id, **ended) for bench in self._benches)
         self._at_once(bench.set_tasks(task.task_id, seq=task.seq + len(calls)) for bench in self._benches)
 

@@ -36,7 +36,7 @@ async def test_a_claim_without_the_lock_on_its_task_is_noticed(store_url, store,
     woken = await answer_the_last_two_at_once(store, other)
 
     assert woken < ROUNDS
-    with pytest.raises(AssertionError, match="given twice|its wait is over"):
+    with pytest.raises(AssertionError, match=r"given twice|its wait is over"):
         await assert_sound(bench)
 
 
@@ -49,7 +49,7 @@ async def test_a_put_down_without_a_look_at_its_groups_is_noticed(store_url, sto
 
     await written(store, put_of(await get(store, task.task_id), parking(all_of(members))))
 
-    with pytest.raises(AssertionError, match="given twice|its wait is over"):
+    with pytest.raises(AssertionError, match=r"given twice|its wait is over"):
         await assert_sound(bench)
 
 

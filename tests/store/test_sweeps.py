@@ -19,6 +19,7 @@ from tests.store.kit import (
     get,
     going,
     make_due,
+    need,
     new_id,
     ok,
     park,
@@ -416,6 +417,15 @@ async def test_parked_task_whose_wait_is_over_is_woken_though_other_calls_are_op
     await bench.set_calls(waited.call_id, state=CallState.OK, seq=1, look_at=None)
 
     assert await store.without_waker() == [task_id]
+    assert (await store.repair(after=NOWHERE, limit=10, quiet=timedelta()))[0] == 1
+
+
+async def test_parked_task_whose_wait_was_ended_by_hand_is_woken_though_it_has_a_waker(store, bench):
+    members = calls(2)
+    await park(store, members, need(1, members))
+    await bench.set_calls(members[0].call_id, state=CallState.OK, seq=1, look_at=None)
+
+    assert await store.without_waker() == []
     assert (await store.repair(after=NOWHERE, limit=10, quiet=timedelta()))[0] == 1
 
 

@@ -604,3 +604,16 @@ async def test_reply_told_during_the_put_down_is_not_lost():
     outcome = await desk.run.execute()
 
     assert outcome == Finished(1)
+
+
+@pytest.mark.parametrize("seconds", [1e12, float("inf")])
+async def test_timeout_beyond_the_calendar_parks_all_the_same(seconds):
+    async def handler(ctx):
+        async with asyncio.timeout(seconds):
+            return await ctx.call("peer", 1)
+
+    desk = Desk(handler)
+    outcome = await desk.once()
+
+    assert outcome == Parked()
+    assert all(call.hard is None or call.hard <= timedelta(days=3650) for call in desk.rows.open_calls.values())

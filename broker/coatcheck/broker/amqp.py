@@ -19,6 +19,7 @@ from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity, Chann
 from pamqp.commands import Basic
 
 from coatcheck.broker import topology
+from coatcheck.broker.amqp_address import AmqpAddress
 from coatcheck.broker.amqp_consumer import AmqpConsumer, AmqpDelivery, Session
 from coatcheck.broker.amqp_link import DRIVER_ERRORS, Uplink, genuine, reap, spawn, translating
 from coatcheck.broker.amqp_publisher import Publisher
@@ -33,6 +34,9 @@ log = structlog.get_logger(__name__)
 
 Declaration = Callable[[Channel], Awaitable[None]]
 
+ACKS_AT_ONCE = 24
+"""How many acks of browsed messages are under way at a time; a quorum queue takes 32 before it puts them off."""
+
 
 class AmqpBroker(Broker):
     """RabbitMQ 3.10 or newer, over AMQP 0-9-1."""
@@ -41,10 +45,11 @@ class AmqpBroker(Broker):
         self.stats = BrokerStats()
         self._settings = settings
         self._rpc_s = settings.rpc_timeout.total_seconds()
-        self._publishing = Uplink(url, settings, role="publish", stats=self.stats)
-        self._consuming = Uplink(url, settings, role="consume", stats=self.stats)
+        address = AmqpAddress.parse(url)
+        self._publishing = Uplink(address, settings, role="publish", stats=self.stats)
+        self._consuming = Uplink(address, settings, role="consume", stats=self.stats)
         self._publisher = Publisher(self._publishing, settings, self.stats)
-        self._direct_replies = DirectReplies(url, settings, self.stats)
+        self._direct_replies = DirectReplies(address, settings, self.stats)
         self._consumers: list[AmqpConsumer] = []
         self._single_active: set[str] = set()
         # How to make again what we declared, by queue. A queue may be deleted under us, or a broker come back empty.
@@ -91,13 +96,20 @@ class AmqpBroker(Broker):
             for queue in (names.requests, names.replies, names.control):
                 await _declare_queue(channel, queue, topology.service_arguments(names.dead))
 
-        await self._declare(declare, *names.queues)
+        async def check(channel: Channel) -> None:
+            await channel.exchange_declare(names.broadcast, passive=True)
+            await _check_queues(channel, *names.queues)
+
+        await self._declare(declare if self._settings.declares else check, *names.queues)
 
     async def declare_sweeper(self, queue: str = topology.SWEEPER_QUEUE) -> None:
         async def declare(channel: Channel) -> None:
             await _declare_queue(channel, queue, topology.sweeper_arguments())
 
-        await self._declare(declare, queue)
+        async def check(channel: Channel) -> None:
+            await _check_queues(channel, queue)
+
+        await self._declare(declare if self._settings.declares else check, queue)
         self._single_active.add(queue)
 
     async def declare_replica(self, service: str) -> str:
@@ -105,7 +117,8 @@ class AmqpBroker(Broker):
         queue = names.new_replica()
 
         async def declare(channel: Channel) -> None:
-            await channel.exchange_declare(names.broadcast, exchange_type="fanout", durable=True)
+            if self._settings.declares:
+                await channel.exchange_declare(names.broadcast, exchange_type="fanout", durable=True)
             await _declare_queue(channel, queue, topology.replica_arguments())
             await channel.queue_bind(queue, names.broadcast)
 
@@ -129,6 +142,11 @@ class AmqpBroker(Broker):
         except BrokerUnavailable as exc:
             if isinstance(exc.__cause__, ChannelPreconditionFailed | ChannelAccessRefused):
                 raise InvalidSettings(f"the broker refuses to declare {', '.join(queues)}: {exc.__cause__}") from exc
+            if isinstance(exc.__cause__, ChannelNotFoundEntity):
+                raise InvalidSettings(
+                    f"not all of {', '.join(queues)} are there, and this process was told not to make them: "
+                    f"{exc.__cause__}; run `coatcheck declare` as a user who may"
+                ) from exc
             raise
         for queue in queues:
             self._declarations[queue] = declare
@@ -212,9 +230,19 @@ class AmqpBroker(Broker):
         finally:
             # Closing the channel puts back what was not acked.
             with suppress(*DRIVER_ERRORS):
-                await session.flush()
+                await self._flush_browsed(session, queue)
                 await genuine(channel.close(timeout=self._rpc_s))
             session.lose("browsed")
+
+    async def _flush_browsed(self, session: Session, queue: str) -> None:
+        """Write the acks of a browse so that none goes with the channel.
+
+        To a quorum queue every `get` is a consumer of its own, so every ack is a command of its own, even in one frame.
+        RabbitMQ has 32 of them under way and keeps the rest in the channel, which forgets them when it is closed. So
+        few are written at a time, and a `get` waits its turn behind them; what it gets is put back with the channel.
+        """
+        while await session.flush_some(ACKS_AT_ONCE):
+            await genuine(session.channel.basic_get(queue, timeout=self._rpc_s))
 
     # --- looking at queues ---
 
@@ -310,6 +338,12 @@ async def _explaining_names(what: str) -> AsyncIterator[None]:
         yield
     except ValueError as exc:
         raise UsageError(f"{what}: AMQP cannot name such a queue ({exc})") from exc
+
+
+async def _check_queues(channel: Channel, *queues: str) -> None:
+    """Raise ChannelNotFoundEntity unless all are there. It needs no permission, and their arguments are not seen."""
+    for queue in queues:
+        await channel.queue_declare(queue, passive=True)
 
 
 async def _declare_queue(channel: Channel, queue: str, arguments: Arguments) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
-from coatcheck.broker.headers import QUEUE, REASON, may_pass
+from coatcheck.broker.headers import QUEUE, REASON, may_arrive, may_pass
 from coatcheck.broker.port import HeaderValue, Message
 
 PERSISTENT = 2
@@ -38,10 +38,11 @@ def read_message(delivered: DeliveredMessage, *, is_dead: bool = False) -> Messa
     """Read a message. From a dead queue, the broker's own reason for a dead letter is read like ours."""
     properties = delivered.header.properties
     sent: Mapping[str, Any] = properties.headers or _NO_HEADERS
-    headers = {name: value for name, value in sent.items() if may_pass(name)} if sent else _NO_HEADERS
-    if is_dead and REASON not in headers and "x-first-death-reason" in sent:
-        reason, queue = sent["x-first-death-reason"], sent.get("x-first-death-queue")
-        headers = {**headers, REASON: str(reason), QUEUE: str(queue)}
+    headers = (
+        {name: value for name, value in sent.items() if may_arrive(name, is_dead=is_dead)} if sent else _NO_HEADERS
+    )
+    if is_dead and (death := _find_death(sent)) is not None:
+        headers = {**headers, REASON: str(death.get("reason")), QUEUE: str(death.get("queue"))}
     return Message(
         body=delivered.body,
         correlation_id=properties.correlation_id,
@@ -52,6 +53,16 @@ def read_message(delivered: DeliveredMessage, *, is_dead: bool = False) -> Messa
         headers=headers,
         content_encoding=properties.content_encoding,
     )
+
+
+def _find_death(sent: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Find what the broker wrote when it dead-lettered a message; what we buried ourselves has nothing of the kind.
+
+    The broker puts the latest death in front, whatever the sender had written there. The `x-first-death-…` headers it
+    leaves as they came.
+    """
+    deaths = sent.get("x-death")
+    return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else None
 
 
 def count_deliveries(delivered: DeliveredMessage) -> int:

@@ -172,6 +172,17 @@ class Session:
             await self.channel.basic_ack(tag, wait=False)
         reach("acks_written")
 
+    async def flush_some(self, most: int) -> bool:
+        """Write up to so many acks, one by one, the oldest first. False: there were none left."""
+        some = sorted(self._acks)[:most]
+        self._acks.difference_update(some)
+        for tag in some:
+            del self._unacked[tag]
+            self._stats.acked_count += 1
+            self._stats.ack_frame_count += 1
+            await self.channel.basic_ack(tag, wait=False)
+        return bool(some)
+
 
 class AmqpConsumer(Consumer):
     """A consumer on an uplink. `ensure_queue` makes the queue again if it is one of ours and has gone."""

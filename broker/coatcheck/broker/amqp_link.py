@@ -29,6 +29,8 @@ from pamqp.header import ContentHeader
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 from yarl import URL
 
+from coatcheck import tls
+from coatcheck.broker.amqp_address import TLS_OPTIONS, AmqpAddress
 from coatcheck.broker.headers import BROKEN
 from coatcheck.broker.port import BrokerStats
 from coatcheck.broker.settings import BrokerSettings
@@ -66,7 +68,8 @@ async def genuine(work: Awaitable[T]) -> T:
     When a connection is stuck, aiormq cancels the futures inside its calls. Left alone, that `CancelledError` would
     slip past every `except Exception` and end the calling loop in silence: here it becomes a `ConnectionError`.
     The other way round, `asyncio.wait_for` before Python 3.12 drops a cancellation that comes together with the answer,
-    and a loop that was told to end goes on for ever: here it is raised after all.
+    and a loop that was told to end goes on for ever: here it is raised after all. And what the driver raises that is no
+    error of its own kind would end the loops that reconnect and consume, and leave a process that is deaf for good.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -76,6 +79,12 @@ async def genuine(work: Awaitable[T]) -> T:
     except asyncio.CancelledError as exc:
         if task.cancelling() == 0:
             raise ConnectionError("the connection was lost while waiting for the broker") from exc
+        raise
+    except StopAsyncIteration as exc:  # how aiormq says that a handshake came to an end before its time
+        raise ConnectionError("the broker hung up during the handshake") from exc
+    except Exception as exc:
+        if type(exc) is Exception:  # how it says that a channel was closed without a reason
+            raise ConnectionError("the channel was closed") from exc
         raise
     if task.cancelling() > before:
         raise asyncio.CancelledError
@@ -98,7 +107,7 @@ def describe(exc: BaseException) -> str:
     """Say what went wrong in one line; timeouts and bare exceptions have no text of their own."""
     if isinstance(exc, TimeoutError):
         return "no answer in time"
-    return str(exc) or repr(exc)
+    return tls.explain(exc, TLS_OPTIONS) or str(exc) or repr(exc)
 
 
 def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -187,9 +196,11 @@ class CarefulReader:
             pamqp.frame.unmarshal(frame)
         except _DECODE_ERRORS as exc:
             body_size = struct.unpack(">Q", frame[11:19])[0]
-            properties = Basic.Properties(headers={BROKEN: f"{type(exc).__name__}: {exc}"[:200]})
+            # Its name only: the text of such an error may quote what it could not read, and that may be a secret.
+            name = type(exc.__cause__ or exc).__name__
+            properties = Basic.Properties(headers={BROKEN: name})
             self._link.stats.undecodable_count += 1
-            log.warning("message_properties_undecodable", error=repr(exc), body_size=body_size)
+            log.warning("message_properties_undecodable", error=name, body_size=body_size)
             return pamqp.frame.marshal(ContentHeader(body_size=body_size, properties=properties), channel)
         return frame
 
@@ -226,12 +237,15 @@ class Link:
         self._connection: Connection | None = None
 
     @classmethod
-    async def open(cls, url: URL, settings: BrokerSettings, *, role: str, stats: BrokerStats) -> Link:
+    async def open(cls, address: AmqpAddress, settings: BrokerSettings, *, role: str, stats: BrokerStats) -> Link:
         """Connect, handshake included. Raises a driver error after `connect_timeout`."""
         link = cls(role, stats)
-        inner: TransportFactory = TLSTransportFactory() if url.scheme == "amqps" else TCPTransportFactory()
+        inner: TransportFactory = TCPTransportFactory() if address.context is None else TLSTransportFactory()
         connection = Connection(
-            url.update_query(heartbeat=str(int(settings.heartbeat.total_seconds())), name=f"{settings.name} {role}"),
+            address.url.with_query(
+                heartbeat=str(int(settings.heartbeat.total_seconds())), name=f"{settings.name} {role}"
+            ),
+            context=address.context,
             transport_factory=_Transport(link, inner),
         )
         try:
@@ -314,9 +328,9 @@ class Link:
 class Uplink:
     """Keeps one link up, for ever, while started."""
 
-    def __init__(self, url: str, settings: BrokerSettings, *, role: str, stats: BrokerStats) -> None:
+    def __init__(self, address: AmqpAddress, settings: BrokerSettings, *, role: str, stats: BrokerStats) -> None:
         self.role = role
-        self._url = URL(url)
+        self._address = address
         self._settings = settings
         self._stats = stats
         self._link: Link | None = None
@@ -389,7 +403,8 @@ class Uplink:
     async def _connect(self) -> Link:
         settings = self._settings
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(DRIVER_ERRORS),
+            # Whatever it is: nobody else would ever connect again. At the start the budget ends it, and says why.
+            retry=retry_if_exception_type(Exception),
             wait=wait_random_exponential(
                 multiplier=settings.backoff_min.total_seconds(),
                 max=settings.backoff_max.total_seconds(),
@@ -397,7 +412,7 @@ class Uplink:
             ),
             before_sleep=self._on_connect_failed,
         )
-        link: Link = await retrying(Link.open, self._url, settings, role=self.role, stats=self._stats)
+        link: Link = await retrying(Link.open, self._address, settings, role=self.role, stats=self._stats)
         self._stats.connect_count += 1
         self._stats.reconnect_count += self._was_connected
         self._was_connected = True
@@ -407,14 +422,22 @@ class Uplink:
     def _on_connect_failed(self, state: RetryCallState) -> None:
         self._stats.connect_failure_count += 1
         self._last_error = state.outcome.exception() if state.outcome else None
-        if isinstance(self._last_error, _REFUSALS):
+        if self._last_error is not None and _is_refusal(self._last_error):
             self._is_refused.set()
         log.warning("broker_connect_failed", role=self.role, error=repr(self._last_error), attempt=state.attempt_number)
 
     def _explain(self, what: str) -> str:
-        address = f"{self._url.scheme}://{self._url.host}:{self._url.port or ''}{self._url.path}".rstrip(":")
         because = f"; last error: {describe(self._last_error)}" if self._last_error else ""
-        return f"broker {address}: {what}{because}"
+        # With TLS 1.3 a server refuses our certificate, or its absence, after the handshake, and what it says of it is
+        # lost when it hangs up.
+        if self._address.context is not None and "connection reset" in because.lower():
+            because += f"; if it wants a certificate of ours: {TLS_OPTIONS.cert}= and {TLS_OPTIONS.key}="
+        return f"broker {self._address.place}: {what}{because}"
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Tell whether trying again is pointless: the broker does not want us, or is not who it should be."""
+    return isinstance(error, _REFUSALS) or tls.is_verification_failure(error)
 
 
 def is_channel_error(exc: BaseException) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import structlog
 from aiormq.exceptions import ConnectionInternalError
-from yarl import URL
 
+from coatcheck.broker.amqp_address import AmqpAddress
 from coatcheck.broker.amqp_codec import make_properties
 from coatcheck.broker.amqp_link import Link, Uplink, genuine, translating
 from coatcheck.broker.amqp_publisher import Publisher
@@ -37,11 +37,11 @@ class DirectReplies:
     ROUTED means handed over; whether anybody listens, RabbitMQ does not say.
     """
 
-    def __init__(self, url: str, settings: BrokerSettings, stats: BrokerStats) -> None:
-        self._url = URL(url)
+    def __init__(self, address: AmqpAddress, settings: BrokerSettings, stats: BrokerStats) -> None:
+        self._address = address
         self._settings = settings
         self._stats = stats
-        self._uplink = Uplink(url, settings, role="reply", stats=stats)
+        self._uplink = Uplink(address, settings, role="reply", stats=stats)
         self._publisher = Publisher(self._uplink, settings, stats)
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
@@ -61,7 +61,7 @@ class DirectReplies:
     async def _publish_alone(self, outgoing: Outgoing) -> Routing:
         timeout_s = self._settings.publish_timeout.total_seconds()
         async with translating(f"publish to {outgoing.to!r}"), asyncio.timeout(timeout_s):
-            link = await Link.open(self._url, self._settings, role="probe", stats=self._stats)
+            link = await Link.open(self._address, self._settings, role="probe", stats=self._stats)
             try:
                 channel = await link.channel(confirms=True, timeout_s=timeout_s)
                 message_id = outgoing.message.message_id or Publisher.new_id()

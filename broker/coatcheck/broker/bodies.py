@@ -232,11 +232,40 @@ def _encode(value: Any, form: BodyFormat) -> bytes:
 
 
 def _decode_cbor(raw: bytes) -> Any:
+    """Read CBOR without what lets a short message take minutes: long numbers, shared values, keys whose hashes collide.
+
+    Keys must be text or bytes, for hashes of numbers can be chosen; those of texts are salted.
+    """
     cbor2 = _cbor()
     try:
-        return cbor2.loads(raw)
+        return cbor2.loads(raw, semantic_decoders=_CBOR_TAGS, strict_hashable_types=True)
     except cbor2.CBORDecodeError as exc:  # its subclasses are not all ValueErrors
-        raise ValueError(str(exc)) from exc
+        # Its own text names the kind of value; what caused it may quote the value, unless it is ours.
+        raise ValueError(str(exc.__cause__ if isinstance(exc.__cause__, _Refusal) else exc)) from exc
+
+
+class _Refusal(ValueError):
+    """What CBOR can say and we do not read."""
+
+
+def _refuse_tag(_value: Any, _is_immutable: bool) -> Any:
+    raise _Refusal("shared references, patterns and mails are not read; send plain values")
+
+
+def _decode_bignum(digits: Any, _is_immutable: bool) -> int:
+    """Read a large number as far as JSON may go. Fractions and decimals of longer ones take the CPU for minutes."""
+    if not isinstance(digits, bytes) or len(digits) > _MAX_BIGNUM_BYTES:
+        raise _Refusal(f"a number of more than {_MAX_BIGNUM_BYTES} bytes")
+    return int.from_bytes(digits, "big")
+
+
+_MAX_BIGNUM_BYTES = 1785  # 4,299 digits; Python refuses to print more than 4,300
+_CBOR_TAGS = {
+    2: _decode_bignum,
+    3: lambda digits, is_immutable: -1 - _decode_bignum(digits, is_immutable),
+    # string references, shared values, regular expressions, MIME messages
+    **dict.fromkeys((25, 28, 29, 35, 36, 256), _refuse_tag),
+}
 
 
 def _cbor() -> Any:

@@ -10,6 +10,15 @@ from coatcheck.broker.settings import make_settings
 from coatcheck.errors import InvalidSettings
 
 
+def find_risk(url: str) -> str | None:
+    """Say what somebody between us and this broker could do, and the remedy. None: nothing. Raises InvalidSettings."""
+    if urlsplit(url).scheme not in {"amqp", "amqps"}:
+        return None
+    from coatcheck.broker.amqp_address import AmqpAddress
+
+    return AmqpAddress.parse(url).risk
+
+
 def connect(url: str, **settings: Any) -> Broker:
     """Give the broker for a URL, not started yet. Raises `InvalidSettings` for a scheme or setting it does not know."""
     checked = make_settings(settings)

@@ -28,15 +28,47 @@ QUEUE = "cc-queue"
 DEAD_AT = "cc-dead-at"
 DEAD_HEADERS = frozenset({REASON, DETAIL, QUEUE, DEAD_AT})
 
+AUTHORIZATION = "authorization"
+"""The requester's token, `Bearer …`. It is shown to the app's `identify` and goes no further."""
+
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 _MAX_TRACESTATE = 512
 _MAX_DETAIL = 500
-_TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
+_MAX_TOKEN = 16 * 1024
+_MAY_PASS = frozenset(
+    {
+        KIND,
+        IDENTITY,
+        KEY,
+        TASK,
+        DEADLINE,
+        KEEP,
+        EPOCH,
+        CONTRACT,
+        BROKEN,
+        *DEAD_HEADERS,
+        AUTHORIZATION,
+        "traceparent",
+        "tracestate",
+    }
+)
 
 
 def may_pass(header: str) -> bool:
     """Tell whether a header is ours to read and to send. Adapters strip all others, both ways."""
-    return header.startswith("cc-") or header in _TRACE_HEADERS
+    return header in _MAY_PASS
+
+
+def may_arrive(header: str, *, is_dead: bool) -> bool:
+    """Tell whether a header is read off a queue.
+
+    A reason is believed of a dead letter only: on anything else it is the sender's own, and would outlive it to tell a
+    redrive where to go. A token is never read off a dead letter.
+    """
+    return header in _MAY_PASS and header not in (_NOT_OF_THE_DEAD if is_dead else DEAD_HEADERS)
+
+
+_NOT_OF_THE_DEAD = frozenset({AUTHORIZATION})
 
 
 class Head:
@@ -101,6 +133,22 @@ class Head:
             return (instant if instant.tzinfo else instant.replace(tzinfo=UTC)).astimezone(UTC)
         except (ValueError, OverflowError):
             raise MalformedMessage("bad_header", f"{name} is {str(value)[:64]!r}; it must be ISO-8601, UTC") from None
+
+    def find_token(self) -> str | None:
+        """Give the bearer token, if there is one. The complaint about a bad one does not quote it."""
+        value = self.message.headers.get(AUTHORIZATION)
+        if value is None or value == "":
+            return None
+        if not isinstance(value, str):
+            raise MalformedMessage("bad_header", f"{AUTHORIZATION} is a {type(value).__name__}; it must be text")
+        if len(value) > _MAX_TOKEN:
+            raise MalformedMessage(
+                "bad_header", f"{AUTHORIZATION} has {len(value)} characters; the limit is {_MAX_TOKEN}"
+            )
+        scheme, _, token = value.partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise MalformedMessage("bad_header", f"{AUTHORIZATION} must be `Bearer` and a token")
+        return token.strip()
 
     def find_traceparent(self) -> str | None:
         """Give the W3C trace context, if it is one. A broken one is ignored, as the standard asks."""

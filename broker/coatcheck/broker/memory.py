@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from coatcheck.broker import topology
-from coatcheck.broker.headers import QUEUE, REASON, may_pass
+from coatcheck.broker.headers import QUEUE, REASON, may_arrive, may_pass
 from coatcheck.broker.port import Broker, BrokerStats, Consumer, Delivery, Message, Outgoing, Routing
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import Names
@@ -117,7 +117,7 @@ class MemoryDelivery(Delivery):
 
     def __init__(self, entry: _Entry, holder: _Holder, session: _Session, *, tag: int) -> None:
         super().__init__(
-            entry.message,
+            _as_read(entry.message, is_dead=holder.queue.endswith(".dead")),
             holder.queue,
             is_redelivered=entry.delivery_count > 1,
             delivery_count=entry.delivery_count,
@@ -344,11 +344,17 @@ class MemoryBroker(Broker):
             for name in (names.requests, names.replies, names.control):
                 self.server.declare(_Queue(name, delivery_limit=topology.SERVICE_DELIVERY_LIMIT, dead=names.dead))
 
+        if not self._settings.declares:
+            self._check_queues(*names.queues)
+            return
         make()
         self._made |= dict.fromkeys(names.queues, make)
 
     async def declare_sweeper(self, queue: str = topology.SWEEPER_QUEUE) -> None:
         await self._until_up("declare")
+        if not self._settings.declares:
+            self._check_queues(queue)
+            return
         self.server.declare(_Queue(queue, is_single_active=True))
 
     async def declare_replica(self, service: str) -> str:
@@ -372,6 +378,14 @@ class MemoryBroker(Broker):
         self._made[queue] = lambda: self.server.declare(_Queue(queue))
         self._own_queues.append(queue)
         return queue
+
+    def _check_queues(self, *queues: str) -> None:
+        missing = [queue for queue in queues if queue not in self.server.queues]
+        if missing:
+            raise InvalidSettings(
+                f"{', '.join(missing)} not there, and this process was told not to make them; "
+                "run `coatcheck declare` as a user who may"
+            )
 
     def ensure_queue(self, queue: str) -> _Queue | None:
         """Give a queue, made again if it was ours and has gone."""
@@ -467,6 +481,13 @@ class MemoryBroker(Broker):
                 await self._is_up.wait()
         except TimeoutError as exc:
             raise BrokerUnavailable(f"{what}: not connected") from exc
+
+
+def _as_read(message: Message, *, is_dead: bool) -> Message:
+    if all(may_arrive(name, is_dead=is_dead) for name in message.headers):
+        return message
+    headers = {name: value for name, value in message.headers.items() if may_arrive(name, is_dead=is_dead)}
+    return replace(message, headers=headers)
 
 
 def _as_sent(message: Message) -> Message:

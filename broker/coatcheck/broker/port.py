@@ -27,7 +27,7 @@ _NO_HEADERS: Mapping[str, HeaderValue] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, whichever way it travels. Only `cc-…`, `traceparent` and `tracestate` headers pass an adapter.
+    """A message, whichever way it travels. Only the headers of the wire contract pass an adapter.
 
     `message_id` None means: the adapter picks a fresh one. One that is given is kept, also when it is used twice.
     """
@@ -40,6 +40,10 @@ class Message:
     message_id: str | None = None
     headers: Mapping[str, HeaderValue] = field(default_factory=lambda: _NO_HEADERS)
     content_encoding: str | None = None
+
+    def __repr__(self) -> str:
+        """Neither body nor headers: a message in a log or traceback must not bring its payload or a token along."""
+        return f"Message({len(self.body)} bytes, correlation_id={self.correlation_id!r}, type={self.type!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,10 @@ class Broker(ABC):
 
     @abstractmethod
     async def declare_service(self, service: str) -> None:
-        """Make the four queues of a service, its dead-letter route and its broadcast. Safe for ten replicas at once."""
+        """Make the four queues of a service, its dead-letter route and its broadcast. Safe for ten replicas at once.
+
+        With the setting `declares` off it makes nothing. Raises InvalidSettings if it may not, or if they are missing.
+        """
 
     @abstractmethod
     async def declare_sweeper(self, queue: str = SWEEPER_QUEUE) -> None:

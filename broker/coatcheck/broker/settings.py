@@ -32,6 +32,8 @@ class BrokerSettings:
     """A consumer silent for this long, with room, on a queue that is not empty, is rebuilt."""
     max_body: int = MEBIBYTE
     """The largest body published. Dead letters are exempt: what was too large on arrival is kept as it came."""
+    declares: bool = True
+    """Make the queues of services and sweepers. False: only look whether they are there, for a user who may not."""
     name: str = "coatcheck"
     """What the broker's own tools show for the connections."""
 

@@ -42,6 +42,9 @@ PRIVATE_EXPIRES_MS = 300_000
 _SERVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _RESERVED_SUFFIXES = (".replies", ".control", ".dead", ".broadcast")
 _RESERVED_PREFIXES = ("amq.", "coatcheck.")
+_PRIVATE_PREFIX = "coatcheck.private."
+_REPLY_PREFIXES = (_PRIVATE_PREFIX, "amq.gen-", REPLY_PSEUDO_QUEUE)
+_NEVER_FOR_REPLIES = re.compile(r".*\.(control|dead|broadcast|replica\.[0-9a-f]{32})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,18 @@ class Names:
 
 def new_private() -> str:
     """A fresh, unguessable name for one process's reply queue."""
-    return f"coatcheck.private.{uuid.uuid4().hex}"
+    return f"{_PRIVATE_PREFIX}{uuid.uuid4().hex}"
+
+
+def takes_replies(queue: str) -> bool:
+    """Tell whether a requester may name this queue as its `reply_to`, as far as the name tells.
+
+    We publish there with our own rights, so it must not be a queue of a service that takes orders or keeps dead
+    letters, nor one of the broker's own. Another service's `….replies` is where its calls are answered.
+    """
+    if queue.startswith(_RESERVED_PREFIXES):
+        return queue.startswith(_REPLY_PREFIXES)
+    return not _NEVER_FOR_REPLIES.fullmatch(queue)
 
 
 def service_arguments(dead: str) -> Arguments:

@@ -20,6 +20,8 @@ import msgspec
 
 from coatcheck.broker.bodies import DEFAULT_LIMITS, PROBLEM, Body, BodyFormat, Limits, parse_body
 from coatcheck.broker.headers import (
+    AUTHORIZATION,
+    BROKEN,
     DEAD_AT,
     DEAD_HEADERS,
     DEADLINE,
@@ -104,6 +106,7 @@ def make_request(
     traceparent: str | None = None,
     tracestate: str | None = None,
     keep: bool = False,
+    token: str | None = None,
 ) -> Message:
     """Write a request. `message_id` is left to the adapter, which makes it unique per publish."""
     headers: dict[str, HeaderValue] = {
@@ -114,6 +117,7 @@ def make_request(
         "traceparent": traceparent,
         "tracestate": tracestate,
         KEEP: True if keep else None,
+        AUTHORIZATION: f"Bearer {token}" if token else None,
     }
     return Message(
         body=body.raw,
@@ -123,6 +127,11 @@ def make_request(
         type=handler,
         headers=_present(headers),
     )
+
+
+def find_token(message: Message, limits: Limits = DEFAULT_LIMITS) -> str | None:
+    """Read the bearer token a request came with. Raises `MalformedMessage` for one that is none."""
+    return Head(message, limits).find_token()
 
 
 def _find_identity(head: Head, digest: bytes) -> str | None:
@@ -284,12 +293,16 @@ def _read_problem(message: Message, limits: Limits) -> tuple[Body, dict[str, Any
             raise
         return Body(BodyFormat.BYTES, message.body), make_problem("peer_error", f"an error that cannot be read ({exc})")
     value = body.decode()
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return body, _completed_problem(value)
     if isinstance(value, bytes):
         return body, make_problem("peer_error", f"{len(value)} bytes")
-    detail = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=repr).decode()
-    return body, make_problem("peer_error", detail)
+    try:
+        # MessagePack and CBOR carry more than JSON does; a problem is stored and sent on as JSON.
+        plain = msgspec.json.encode(value, enc_hook=repr)
+    except (TypeError, ValueError, RecursionError, OverflowError) as exc:
+        return body, make_problem("peer_error", f"an error that is no JSON ({type(exc).__name__})")
+    if isinstance(value, dict):
+        return body, _completed_problem(msgspec.json.decode(plain))
+    return body, make_problem("peer_error", value if isinstance(value, str) else plain.decode())
 
 
 def _completed_problem(value: dict[str, Any]) -> dict[str, Any]:
@@ -387,10 +400,14 @@ def _read_reason(message: Message, limits: Limits) -> str | None:
 
 
 def dead_letter(delivery: Delivery, service: str, code: str, detail: str) -> Outgoing:
-    """Wrap a delivery for the service's dead queue: properties and body as they came, the reason in headers."""
+    """Wrap a delivery for the service's dead queue: properties and body as they came, the reason in headers.
+
+    A token does not come along. A header over its limit neither, or the letter might not fit into a frame any more: it
+    is replaced by word of it that keeps the message unreadable, should it be redriven.
+    """
     message = delivery.message
     headers = {
-        **message.headers,
+        **_letter_headers(message.headers),
         REASON: code,
         DETAIL: detail[:_MAX_DETAIL],
         QUEUE: delivery.queue,
@@ -407,8 +424,19 @@ def revive(message: Message) -> Outgoing:
     queue = message.headers.get(QUEUE)
     if not isinstance(queue, str) or not queue:
         raise MalformedMessage("bad_header", f"no {QUEUE}: nobody knows which queue it was on")
-    headers = {name: value for name, value in message.headers.items() if name not in DEAD_HEADERS}
+    headers = {
+        name: value for name, value in message.headers.items() if name not in DEAD_HEADERS and name != AUTHORIZATION
+    }
     return Outgoing(to=queue, message=_replace_headers(message, headers))
+
+
+def _letter_headers(headers: Mapping[str, HeaderValue]) -> dict[str, HeaderValue]:
+    kept = {name: value for name, value in headers.items() if name != AUTHORIZATION}
+    large = sorted(name for name, value in kept.items() if len(str(value)) > DEFAULT_LIMITS.max_header)
+    for name in large:
+        del kept[name]
+    missed = [name for name in large if name.startswith("cc-")]  # a broken trace context is ignored anyway
+    return kept | {BROKEN: f"too long: {', '.join(missed)}"} if missed else kept
 
 
 def _replace_headers(message: Message, headers: Mapping[str, HeaderValue]) -> Message:

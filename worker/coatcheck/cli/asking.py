@@ -39,6 +39,12 @@ timeout_option = click.option(
 @click.option("--task", metavar="NAME", help="The handler to run.  [default: the service's default handler]")
 @click.option("--id", "identity", metavar="IDENTITY", help="Two requests with the same identity are one task.")
 @click.option("--text", "is_text", is_flag=True, help="BODY is a text, not JSON.")
+@click.option(
+    "--token-file",
+    type=click.Path(dir_okay=False, allow_dash=True),
+    metavar="FILE",
+    help="Read a bearer token from there, to say who asks; - is stdin. Not an argument: those show in `ps`.",
+)
 @click.option("--wait", is_flag=True, help="Wait for the result and print it.")
 @timeout_option
 @broker_option
@@ -50,6 +56,7 @@ def submit(
     task: str | None,
     identity: str | None,
     is_text: bool,
+    token_file: str | None,
     wait: bool,
     timeout: float | None,
     broker: str | None,
@@ -77,11 +84,24 @@ def submit(
             value,
             task=task,
             identity=identity,
+            token=None if token_file is None else read_token(token_file),
             timeout_s=timeout,
             waits=wait,
             as_json=as_json,
         )
     )
+
+
+def read_token(path: str) -> str:
+    """Read a token from a file, or from stdin for `-`. One that cannot be read is wrong usage."""
+    try:
+        with click.open_file(path) as file:
+            token = str(file.read()).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--token-file {path}: {getattr(error, 'strerror', None) or 'not a text'}") from None
+    if not token or any(it.isspace() for it in token):
+        raise click.UsageError(f"--token-file {path}: there is not one token in it")
+    return token
 
 
 async def _submit(
@@ -91,12 +111,13 @@ async def _submit(
     *,
     task: str | None,
     identity: str | None,
+    token: str | None,
     timeout_s: float | None,
     waits: bool,
     as_json: bool,
 ) -> None:
     async with client:
-        ticket = await client.submit(service, value, task=task, identity=identity)
+        ticket = await client.submit(service, value, task=task, identity=identity, token=token)
         if waits:
             found = await _wait(ticket, timeout_s, as_json=as_json)
             _print_result(ticket.task_id, found, as_json=as_json)

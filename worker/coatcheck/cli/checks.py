@@ -17,7 +17,8 @@ from coatcheck.store.migrate import newest_version
 from coatcheck.store.queries import Late, ServiceCount, Summary
 from coatcheck.store.rows import TaskId, TaskState
 from coatcheck.store.store import Store
-from coatcheck.worker.settings import redacted
+from coatcheck.worker.exposure import SILENCE, find_exposures
+from coatcheck.worker.settings import Settings, redacted
 
 MOST_LISTED = 10
 BUSY_SWEEPER_DEPTH = 1_000
@@ -54,6 +55,19 @@ class QueueFacts:
 
 async def look_at_queue(broker: Broker, queue: str) -> QueueFacts:
     return QueueFacts(await broker.depth(queue), await broker.consumer_count(queue))
+
+
+def check_encryption(settings: Settings) -> list[Finding]:
+    """Say which connection leaves this machine unprotected. An address that cannot be read was found before."""
+    try:
+        exposures = find_exposures(settings)
+    except InvalidSettings:
+        return []
+    if not exposures:
+        return [Finding(Status.OK, "encryption", "no connection leaves this machine unprotected, or you said it may")]
+    return [
+        Finding(Status.WARN, "encryption", f"{each.setting}: {each.risk}", f"or set {SILENCE}") for each in exposures
+    ]
 
 
 # --- the store ---
@@ -157,7 +171,8 @@ def judge_topology(service: str, facts: dict[str, QueueFacts], *, unfinished_cou
     if not missing:
         return Finding(Status.OK, "queues", f"{service}: all {len(facts)} queues are there")
     status = Status.FAIL if unfinished_count or len(missing) < len(facts) else Status.WARN
-    return Finding(status, "queues", f"{service}: {', '.join(missing)} missing", f"{START_WORKER}  (makes them)")
+    fix = f"{START_WORKER}  (makes them, and so does: coatcheck declare {service})"
+    return Finding(status, "queues", f"{service}: {', '.join(missing)} missing", fix)
 
 
 def judge_workers(service: str, requests: QueueFacts, *, unfinished_count: int) -> Finding:

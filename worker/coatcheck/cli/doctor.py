@@ -9,7 +9,15 @@ from datetime import timedelta
 import click
 
 from coatcheck.broker import Names, connect
-from coatcheck.cli.checks import Finding, Status, check_schema, check_service, check_sweeper, check_tasks
+from coatcheck.cli.checks import (
+    Finding,
+    Status,
+    check_encryption,
+    check_schema,
+    check_service,
+    check_sweeper,
+    check_tasks,
+)
 from coatcheck.cli.options import CONNECT_BUDGET, connections, json_option, load_settings
 from coatcheck.cli.output import emit_json, is_terminal, say, say_table
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
@@ -40,9 +48,9 @@ def doctor(
 ) -> None:
     """Check the installation, and print the fix for what is wrong.
 
-    It looks at both connections, the schema, the queues of each service, the sweeper, dead letters, tasks that are
-    overdue or held, and whether every unfinished task has something that will move it. The exit code is 1 if anything
-    failed; warnings alone leave it at 0.
+    It looks at both connections and whether they are encrypted, the schema, the queues of each service, the sweeper,
+    dead letters, tasks that are overdue or held, and whether every unfinished task has something that will move it. The
+    exit code is 1 if anything failed; warnings alone leave it at 0.
 
     \b
     Example:
@@ -67,7 +75,7 @@ def doctor(
 async def examine(settings: Settings, services: Sequence[str], *, grace: timedelta) -> list[Finding]:
     """Look at everything; a server that is away is a finding, and what depends on it is left out."""
     findings, counts = await _examine_store(settings, grace=grace)
-    return findings + await _examine_broker(settings, services, counts)
+    return findings + await _examine_broker(settings, services, counts) + check_encryption(settings)
 
 
 async def _examine_store(settings: Settings, *, grace: timedelta) -> tuple[list[Finding], list[ServiceCount]]:
@@ -98,7 +106,7 @@ async def _examine_broker(settings: Settings, services: Sequence[str], counts: S
     unfinished = {each.service: each.unfinished_count for each in counts}
     findings: list[Finding] = []
     try:
-        async with connect(settings.broker, connect_budget=CONNECT_BUDGET) as broker:
+        async with connect(settings.broker, connect_budget=CONNECT_BUDGET, declares=settings.declare) as broker:
             findings.append(Finding(Status.OK, "broker", redacted(settings.broker)))
             if settings.checkpointing is not Checkpointing.OFF:
                 findings.append(

@@ -33,6 +33,8 @@ class Letter:
     detail: str
     queue: str
     dead_at: datetime | None
+    service: str = ""
+    """Whose dead letter it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ async def count_letters(broker: Broker, service: str) -> int:
 async def look(broker: Broker, service: str, *, limit: int) -> list[Letter]:
     """Read up to `limit` letters, the oldest first, and leave them where they are."""
     async with broker.browse(Names(service).dead, limit) as deliveries:
-        letters = [read_letter(delivery.message) for delivery in deliveries]
+        letters = [read_letter(delivery.message, service) for delivery in deliveries]
     never = datetime.max.replace(tzinfo=UTC)
     return sorted(letters, key=lambda letter: (letter.dead_at or never, letter.letter_id))
 
@@ -82,7 +84,7 @@ async def settle(broker: Broker, service: str, choose: Callable[[Letter], bool],
                 if not deliveries:
                     break
                 left_count -= len(deliveries)
-                outcomes += await _settle_batch(broker, deliveries, choose, act)
+                outcomes += await _settle_batch(broker, service, deliveries, choose=choose, act=act)
                 if not all(delivery.is_settled for delivery in deliveries):
                     deliveries.clear()  # lets go of their bodies; the broker knows what it gets back
                     held.push_async_callback(batch.pop_all().aclose)
@@ -90,9 +92,9 @@ async def settle(broker: Broker, service: str, choose: Callable[[Letter], bool],
 
 
 async def _settle_batch(
-    broker: Broker, deliveries: Sequence[Delivery], choose: Callable[[Letter], bool], act: Action
+    broker: Broker, service: str, deliveries: Sequence[Delivery], *, choose: Callable[[Letter], bool], act: Action
 ) -> list[Outcome]:
-    chosen = [(delivery, letter) for delivery in deliveries if choose(letter := read_letter(delivery.message))]
+    chosen = [(delivery, letter) for delivery in deliveries if choose(letter := read_letter(delivery.message, service))]
     troubles = await act(broker, [letter for _, letter in chosen]) if chosen else []
     for (delivery, _), trouble in zip(chosen, troubles, strict=True):
         if trouble is None:
@@ -104,14 +106,23 @@ async def _settle_batch(
 
 
 async def redrive(broker: Broker, letters: Sequence[Letter]) -> list[str | None]:
-    """Publish letters to the queues they were on; those that have no way back are told apart."""
+    """Publish letters to the queues they were on; those that have no way back are told apart.
+
+    Anybody who may publish can forge a letter, and we would publish it with an operator's rights. So a way back leads
+    to a queue of the service itself; only what the service sent in vain goes elsewhere, to a peer's queue.
+    """
     troubles: list[str | None] = [None] * len(letters)
     ways: dict[int, Outgoing] = {}
     for index, letter in enumerate(letters):
         try:
-            ways[index] = revive(letter.message)
+            way = revive(letter.message)
         except MalformedMessage as error:
             troubles[index] = error.detail
+            continue
+        if letter.reason == "no_route" or not letter.service or way.to in Names(letter.service).queues:
+            ways[index] = way
+        else:
+            troubles[index] = f"{way.to!r} is no queue of {letter.service}, so it cannot have been there"
     routings = await broker.publish(list(ways.values()))
     for index, routing in zip(ways, routings, strict=True):
         if routing is Routing.NO_ROUTE:
@@ -124,7 +135,7 @@ async def drop(broker: Broker, letters: Sequence[Letter]) -> list[str | None]:
     return [None] * len(letters)
 
 
-def read_letter(message: Message) -> Letter:
+def read_letter(message: Message, service: str = "") -> Letter:
     """Read a dead letter; whatever it does not say is empty."""
     return Letter(
         letter_id=message.message_id or f"sha-{_digest(message)}",
@@ -133,6 +144,7 @@ def read_letter(message: Message) -> Letter:
         detail=_text(message, DETAIL),
         queue=_text(message, QUEUE),
         dead_at=_instant(_text(message, DEAD_AT)),
+        service=service,
     )
 
 

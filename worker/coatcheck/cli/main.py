@@ -16,7 +16,7 @@ from coatcheck.cli.dead import dead
 from coatcheck.cli.doctor import doctor
 from coatcheck.cli.processes import sweeper, worker
 from coatcheck.cli.ps import ps
-from coatcheck.cli.setup import migrate, version
+from coatcheck.cli.setup import declare, migrate, version
 from coatcheck.cli.show import show
 from coatcheck.errors import CoatcheckError
 from coatcheck.worker.logs import QUIET_LOGGERS, configure
@@ -77,7 +77,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-for command in (migrate, worker, sweeper, submit, result, ps, show, cancel, dead, doctor, version):
+for command in (migrate, declare, worker, sweeper, submit, result, ps, show, cancel, dead, doctor, version):
     main.add_command(command)
 
 

@@ -1,16 +1,20 @@
-"""`coatcheck migrate` and `coatcheck version`."""
+"""`coatcheck migrate`, `coatcheck declare` and `coatcheck version`."""
 
 from __future__ import annotations
 
 import asyncio
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version as installed_version
 
 import click
 
 from coatcheck import store as stores
-from coatcheck.cli.options import json_option, load_settings, store_option
+from coatcheck.broker import Names, connect
+from coatcheck.cli.options import CONNECT_BUDGET, broker_option, json_option, load_settings, store_option
 from coatcheck.cli.output import emit_json, say
+from coatcheck.errors import InvalidSettings
+from coatcheck.worker.settings import Settings
 
 
 @click.command()
@@ -32,6 +36,41 @@ def migrate(store: str | None, as_json: bool) -> None:
         emit_json({"schema": found})
     else:
         say(f"The schema is at version {found}.")
+
+
+@click.command()
+@click.argument("services", nargs=-1, required=True, metavar="SERVICE…")
+@broker_option
+@json_option
+def declare(services: tuple[str, ...], broker: str | None, as_json: bool) -> None:
+    """Make the queues of services, and the sweeper's.
+
+    Workers make their queues themselves, unless COATCHECK_DECLARE=false: then their RabbitMQ user needs no right to,
+    and a user who has it runs this once per service. It can be repeated, and changes nothing that is there.
+
+    \b
+    Example:
+      coatcheck declare research billing --broker amqp://deploy:secret@localhost:5672/
+    """
+    for service in services:
+        try:
+            Names(service)
+        except InvalidSettings as error:
+            raise click.UsageError(str(error)) from error
+    settings = load_settings(broker=broker)
+    made = asyncio.run(_declare(settings, services))
+    if as_json:
+        emit_json({"queues": made})
+    else:
+        say(f"There are {', '.join(made)}.")
+
+
+async def _declare(settings: Settings, services: Sequence[str]) -> list[str]:
+    async with connect(settings.broker, connect_budget=CONNECT_BUDGET) as broker:
+        await broker.declare_sweeper(settings.sweeper_queue)
+        for service in services:
+            await broker.declare_service(service)
+    return [settings.sweeper_queue, *sorted(queue for service in services for queue in Names(service).queues)]
 
 
 @click.command()

@@ -68,6 +68,7 @@ def _print(task: Task, lines: Sequence[Line], *, limit: int | None) -> None:
             ("picked up", f"{task.epoch} times, {task.checkpoint} checkpoints"),
             ("progress", describe_progress(task.progress)),
             ("identity", task.identity),
+            ("caller", None if task.caller is None else task.caller.subject),
             ("replies to", ", ".join(f"{to.reply_to} ({to.correlation_id or '-'})" for to in task.addresses)),
             ("trace", task.traceparent),
         ]
@@ -204,6 +205,7 @@ def as_document(task: Task, lines: Sequence[Line]) -> dict[str, Any]:
         "checkpoint": task.checkpoint,
         "pickups": task.pickups,
         "identity": task.identity,
+        "caller": None if task.caller is None else {"subject": task.caller.subject, "claims": task.caller.claims},
         "correlation_id": task.correlation_id,
         "addresses": [{"reply_to": to.reply_to, "correlation_id": to.correlation_id} for to in task.addresses],
         "traceparent": task.traceparent,

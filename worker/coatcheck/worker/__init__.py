@@ -7,7 +7,10 @@ from coatcheck.errors import (
     StepFailed,
     TaskCancelled,
     TaskFailed,
+    TransientError,
+    Unauthorized,
 )
+from coatcheck.store.rows import Caller
 from coatcheck.worker.app import App
 from coatcheck.worker.client import Client, NoSuchTask, Ticket
 from coatcheck.worker.context import Context
@@ -21,6 +24,7 @@ __all__ = [
     "Backoff",
     "CallFailed",
     "CallTimedOut",
+    "Caller",
     "Checkpointing",
     "Client",
     "CoatcheckError",
@@ -33,5 +37,7 @@ __all__ = [
     "TaskCancelled",
     "TaskFailed",
     "Ticket",
+    "TransientError",
+    "Unauthorized",
     "Worker",
 ]

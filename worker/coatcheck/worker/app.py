@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 from coatcheck.broker.topology import Names
 from coatcheck.errors import UsageError
 from coatcheck.worker.binding import Binding
+from coatcheck.worker.callers import Identify
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.settings import Settings
 
@@ -31,13 +32,18 @@ class Handler:
 class App:
     """A service: a name, and the handlers its replicas run.
 
+    `identify` is called with each request's bearer token, or None, and returns who asked: a `Caller`, or None for
+    nobody in particular. If it raises, the request is refused with the problem `unauthorized`. It may be async. Without
+    it tokens are not read.
+
     `settings` are keyword overrides of anything in `Settings`; what is not given comes from the environment.
     """
 
-    def __init__(self, service: str, *, version: str = "1", **settings: Any) -> None:
+    def __init__(self, service: str, *, version: str = "1", identify: Identify | None = None, **settings: Any) -> None:
         self.names = Names(service)
         self.service = service
         self.version = version
+        self.identify = identify
         self._overrides = settings
         self._handlers: dict[str, Handler] = {}
         self._default: str | None = None

@@ -27,6 +27,7 @@ from coatcheck.store.queries import Line
 from coatcheck.store.rows import Task, TaskId, TaskState
 from coatcheck.store.store import Store
 from coatcheck.worker import tracing
+from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.settings import Settings
 
@@ -118,9 +119,11 @@ class Client:
         task: str | None = None,
         identity: str | None = None,
         keep: bool = True,
+        token: str | None = None,
     ) -> Ticket:
         """Hand a request in. The same `identity` twice is one task. `keep` stores the result even of a task that never
-        waits, so that it can be fetched later by its id. Raises UsageError if no such service was ever started.
+        waits, so that it can be fetched later by its id. `token` tells the service who asks; only the service's own
+        `identify` reads it. Raises UsageError if no such service was ever started.
         """
         broker, reply_to = await self._ready()
         identity = identity or str(uuid.uuid4())
@@ -134,6 +137,7 @@ class Client:
             identity=identity,
             traceparent=tracing.child(None),
             keep=keep,
+            token=token,
         )
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[correlation_id] = reply
@@ -153,9 +157,10 @@ class Client:
         task: str | None = None,
         identity: str | None = None,
         timeout: float | timedelta | None = None,
+        token: str | None = None,
     ) -> Any:
         """Submit and wait for the result. Raises TaskFailed, TaskCancelled or TimeoutError."""
-        ticket = await self.submit(service, body, task=task, identity=identity, keep=False)
+        ticket = await self.submit(service, body, task=task, identity=identity, keep=False, token=token)
         return await ticket.result(timeout)
 
     async def cancel(self, service: str, task_id: UUID, *, reason: str | None = None) -> None:
@@ -212,7 +217,8 @@ class Client:
     async def broker(self) -> Broker:
         """The broker, connected at first use."""
         if self._broker is None:
-            broker = connect(self.settings.broker, connect_budget=self._connect_budget)
+            warn_of_exposures(self.settings)
+            broker = connect(self.settings.broker, connect_budget=self._connect_budget, max_body=self.settings.max_body)
             self._broker = await self._stack.enter_async_context(broker)
         return self._broker
 

@@ -20,6 +20,8 @@ from coatcheck.worker.ledger import Ledger
 __all__ = ["NAME", "Clock", "Clocks"]
 
 NAME = "@timeout"
+LONGEST_S = timedelta(days=3650).total_seconds()
+"""A timeout beyond any life is as good as none, and a date beyond the calendar is no row's."""
 
 
 class Clock:
@@ -136,7 +138,7 @@ class Clocks:
             clock.silence()
 
     def _row(self, clock: Clock, key: str, call_id: CallId) -> NewCall:
-        left = timedelta(seconds=max(0.0, clock.when - self._loop.time()))
+        left = timedelta(seconds=min(max(0.0, clock.when - self._loop.time()), LONGEST_S))
         return NewCall(call_id, key, Kind.TIMER, NAME, NO_DIGEST, hard=left)
 
     def _ring(self, clock: Clock) -> None:

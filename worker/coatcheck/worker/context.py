@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from uuid import UUID
 
 from coatcheck.errors import UsageError
-from coatcheck.store.rows import Kind
+from coatcheck.store.rows import Caller, Kind
 from coatcheck.worker.keys import NO_DIGEST, Scope, Wanted, digest_of, escape_name
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.steps import name_of_function, name_of_keyed, returns_of
@@ -50,6 +50,11 @@ class Context:
     def identity(self) -> str | None:
         """What the requester named the request by, for dedup; None if nothing did."""
         return self._run.identity
+
+    @property
+    def caller(self) -> Caller | None:
+        """Who asked, as the app's `identify` made out when the request came; None if it has none, or nobody said."""
+        return self._run.caller
 
     @property
     def attempt(self) -> int:

@@ -78,6 +78,7 @@ class Orders:
 
     async def _tell(self, ruling: Ruling, order: Control) -> None:
         """Cancels to the peers, then one final reply, then the mark that it was sent."""
+        self._runtime.metrics.cancels.labels(ruling.verdict.value).inc()
         log.info("cancel_ruled", verdict=ruling.verdict.value, reason=order.reason)
         if ruling.verdict is Verdict.RECORDED:
             self._runtime.metrics.finished.labels("cancelled").inc()

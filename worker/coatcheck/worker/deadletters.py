@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from coatcheck.worker.runtime import Runtime
 
 log = structlog.get_logger(__name__)
 
+PAUSE_S = 0.5
+"""How long a message is held that cannot be buried now, before it goes back to its queue."""
+
 
 async def bury(
     runtime: Runtime,
@@ -28,15 +32,18 @@ async def bury(
 
     If we die in between, the message comes back and is buried twice: the reason says the same.
     """
-    letters = [dead_letter(delivery, runtime.app.service, error.code, error.detail)]
-    if tell is not None:
-        document, addresses = tell
-        letters += [Outgoing(to.reply_to, make_error(document, to.correlation_id)) for to in addresses]
+    letter = dead_letter(delivery, runtime.app.service, error.code, error.detail)
+    document, addresses = tell if tell is not None else ({}, ())
     reach("before_bury")
     try:
-        await runtime.outbox.publish(letters)
+        await runtime.outbox.publish_home([letter], runtime.app.service)
+        if addresses:
+            await runtime.outbox.publish(
+                Outgoing(to.reply_to, make_error(document, to.correlation_id)) for to in addresses
+            )
     except BrokerUnavailable as outage:
         log.warning("dead_letter_not_sent", error=str(outage))
+        await asyncio.sleep(PAUSE_S)
         delivery.requeue()
         return
     reach("after_bury")

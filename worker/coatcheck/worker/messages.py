@@ -10,11 +10,12 @@ from uuid import UUID
 
 from coatcheck.broker.bodies import Body, BodyFormat
 from coatcheck.broker.port import Delivery, Outgoing
-from coatcheck.broker.topology import Names
+from coatcheck.broker.topology import Names, takes_replies
 from coatcheck.broker.wire import Request, make_cancel, make_error, make_request, make_result
 from coatcheck.store.blobs import Codec, decode, pack, unpack
-from coatcheck.store.rows import Address, Birth, CallId, Kind, NewCall, Peer, Task, TaskId, TaskState
+from coatcheck.store.rows import Address, Birth, Caller, CallId, Kind, NewCall, Peer, Task, TaskId, TaskState
 from coatcheck.worker import tracing
+from coatcheck.worker.callers import digest_with
 
 _NAMESPACE = UUID("636f6174-6368-5563-8b21-7461736b6964")
 _CODECS = {
@@ -44,7 +45,15 @@ def to_body(blob: bytes) -> Body:
     return Body(_FORMATS[codec], raw)
 
 
-def birth_of(request: Request, *, service: str, task_id: TaskId, handler: str | None, version: str) -> Birth:
+def birth_of(
+    request: Request,
+    *,
+    service: str,
+    task_id: TaskId,
+    handler: str | None,
+    version: str,
+    caller: Caller | None = None,
+) -> Birth:
     """The row this request would become."""
     address = Address(request.reply_to, request.correlation_id) if request.reply_to else None
     return Birth(
@@ -53,12 +62,13 @@ def birth_of(request: Request, *, service: str, task_id: TaskId, handler: str | 
         handler=handler,
         version=version,
         request=to_blob(request.body),
-        digest=request.digest,
+        digest=digest_with(request.digest, caller),
         identity=request.identity,
         address=address,
         correlation_id=request.correlation_id,
         traceparent=request.traceparent,
         tracestate=request.tracestate,
+        caller=caller,
     )
 
 
@@ -133,6 +143,7 @@ def errors(
 
 
 def address_of(delivery: Delivery) -> tuple[Address, ...]:
-    """Where a request wants its answer, as far as its raw properties tell."""
+    """Where a request wants its answer, as far as its raw properties tell and we publish there."""
     message = delivery.message
-    return (Address(message.reply_to, message.correlation_id),) if message.reply_to else ()
+    is_usable = message.reply_to and takes_replies(message.reply_to)
+    return (Address(message.reply_to, message.correlation_id),) if message.reply_to and is_usable else ()

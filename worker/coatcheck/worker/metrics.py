@@ -52,8 +52,14 @@ class Metrics:
 
     def _add_reply_meters(self) -> None:
         self.claims = self._counter(
-            "claims", "Replies taken, by result: recorded, woke, duplicate, late or unknown.", "result"
+            "claims",
+            "Replies and timeouts taken, by result: recorded, woke, duplicate, late, early or unknown.",
+            "result",
         )
+        self.resumes = self._counter(
+            "resumes", "Resume messages taken, by result: woke, early, duplicate, finished or unknown.", "result"
+        )
+        self.cancels = self._counter("cancels", "Cancels taken, by result: recorded, finished or unknown.", "result")
         self.late_replies = self._counter("replies_late", "Replies to calls that were closed already.")
         self.timeouts_emitted = self._counter("timeouts_emitted", "Timeout messages the sweeper sent.")
         self.timeouts_applied = self._counter("timeouts_applied", "Timeouts that closed a call.")

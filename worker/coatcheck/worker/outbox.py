@@ -18,7 +18,7 @@ from coatcheck.broker.headers import DETAIL, QUEUE, REASON
 from coatcheck.broker.port import Broker, Message, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_error
-from coatcheck.errors import BrokerUnavailable, StoreUnavailable
+from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
 from coatcheck.points import reach
 from coatcheck.store.batcher import Batcher, Busy
 from coatcheck.store.rows import CallId, Kind, Peer
@@ -48,6 +48,23 @@ class Outbox:
             return [await self._batches.submit(batch[0])]
         return list(await asyncio.gather(*(self._batches.submit(one) for one in batch)))
 
+    async def publish_home(self, messages: Sequence[Outgoing], service: str) -> None:
+        """Publish to queues of a service of ours; one that somebody deleted is made again first.
+
+        Raises BrokerUnavailable, also if it is gone and this process may not make it.
+        """
+        routings = await self.publish(messages)
+        lost = [each for each, routing in zip(messages, routings, strict=True) if routing is Routing.NO_ROUTE]
+        if not lost:
+            return
+        log.warning("own_queue_gone", queues=sorted({each.to for each in lost}))
+        try:
+            await self._broker.declare_service(service)
+        except InvalidSettings as error:
+            raise BrokerUnavailable(f"a queue of {service} is gone: {error}") from error
+        if Routing.NO_ROUTE in await self.publish(lost):
+            raise BrokerUnavailable(f"a queue of {service} is gone as soon as it is made")
+
     async def drain(self) -> None:
         await self._batches.drain()
 
@@ -68,7 +85,9 @@ class Outbox:
         if lost:
             self._metrics.no_route.inc(len(lost))
             log.warning("calls_had_no_route", peers=sorted({call.peer for call in lost}), call_count=len(lost))
-            await self.publish(_no_route(call, reply_to) for call in lost)
+            for service in sorted({call.service for call in lost}):
+                answers = [_no_route(call, reply_to) for call in lost if call.service == service]
+                await (self.publish_home(answers, service) if reply_to is None else self.publish(answers))
 
     async def cancel_calls(self, calls: Sequence[Peer], reason: str) -> None:
         """Tell peers that nobody waits any more; who has no control queue never hears it."""

@@ -95,7 +95,8 @@ class RamHost:
         """Nothing to look up."""
 
     async def commit(self, changes: Changes) -> Committed:
-        """Give entries their place in the order, open calls, and stay."""
+        """Give entries their place in the order, open calls, and stay. The limits are those of a commit."""
+        self._teller.check_size(changes)
         news = [
             Recorded(
                 entry.key,
@@ -142,6 +143,7 @@ class RamHost:
 
     def _watch(self, call: NewCall) -> None:
         self._open[call.call_id] = call
+        self._live.open_calls.add(call.call_id)
         self._calls.add(call.call_id, lambda state, value: self._on_reply(call, state, value))
         self._arm(call, is_first=True)
 
@@ -193,6 +195,7 @@ class RamHost:
         for alarm in self._alarms.pop(call_id, []):
             alarm.cancel()
         self._calls.remove(call_id)
+        self._live.open_calls.discard(call_id)
         return self._open.pop(call_id, None)
 
 

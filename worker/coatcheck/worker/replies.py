@@ -5,10 +5,12 @@ Timeouts and resumes from the sweeper travel the same road as replies.
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from uuid import UUID
 
 import structlog
+from prometheus_client import Counter
 from structlog.contextvars import bound_contextvars
 
 from coatcheck.broker.port import Delivery, Outgoing
@@ -66,6 +68,7 @@ class Replies:
                 return
             arrival = _arrival_of(reply, call_id)
             reach("before_claim")
+            asked_s = time.monotonic()
             ruling = await runtime.gate.insist(
                 lambda is_in_doubt: runtime.store.claim(
                     Arrival(
@@ -74,11 +77,14 @@ class Replies:
                         arrival.value,
                         is_redelivered=delivery.is_redelivered or is_in_doubt,
                         progress=arrival.progress,
+                        service=runtime.app.service,
                     )
                 )
             )
             reach("after_claim")
-            self._count(ruling.verdict)
+            self._count(runtime.metrics.claims, ruling.verdict)
+            if ruling.verdict is Verdict.LATE:
+                runtime.metrics.late_replies.inc()
             applied = ruling.verdict in (Verdict.GRANTED, Verdict.RECORDED)
             if applied and arrival.state is not None:
                 runtime.marks.forget(call_id)
@@ -89,7 +95,8 @@ class Replies:
                 detail = f"no call {call_id} is known here: it was never made, or its task was removed by retention"
                 await bury(runtime, delivery, MalformedMessage("unknown_call", detail))
                 return
-            await self._go_on(delivery, ruling, is_ending=arrival.state is not None, trigger_name=str(call_id))
+            is_ending = arrival.state is not None
+            await self._go_on(delivery, ruling, is_ending=is_ending, trigger_name=str(call_id), asked_s=asked_s)
 
     async def _resume(self, delivery: Delivery, task_id: TaskId, epoch: int) -> None:
         runtime = self._runtime
@@ -97,22 +104,30 @@ class Replies:
         if self._reattaches(delivery, trigger_name):
             return
         reach("before_resume")
+        asked_s = time.monotonic()
         ruling = await runtime.gate.insist(
-            lambda is_in_doubt: runtime.store.resume(Wake(task_id, epoch, delivery.is_redelivered or is_in_doubt))
+            lambda is_in_doubt: runtime.store.resume(
+                Wake(task_id, epoch, delivery.is_redelivered or is_in_doubt, runtime.app.service)
+            )
         )
         reach("after_resume")
+        self._count(runtime.metrics.resumes, ruling.verdict)
         if ruling.verdict is Verdict.GRANTED:
             runtime.metrics.picked_up.labels("resume").inc()
-        await self._go_on(delivery, ruling, is_ending=False, trigger_name=trigger_name)
+        await self._go_on(delivery, ruling, is_ending=False, trigger_name=trigger_name, asked_s=asked_s)
 
-    async def _go_on(self, delivery: Delivery, ruling: Ruling, *, is_ending: bool, trigger_name: str) -> None:
+    async def _go_on(
+        self, delivery: Delivery, ruling: Ruling, *, is_ending: bool, trigger_name: str, asked_s: float
+    ) -> None:
         """Send what is unsent; then run the task if it was granted, else ack."""
         await send_unsent(self._runtime, ruling)
         task = ruling.task
         if ruling.verdict is Verdict.GRANTED:
             assert task is not None
             handler = self._runtime.app.find_handler(task.handler)
-            live = live_from_task(task, ruling.history, handler=handler, trigger=delivery, trigger_name=trigger_name)
+            live = live_from_task(
+                task, ruling.history, handler=handler, trigger=delivery, asked_s=asked_s, trigger_name=trigger_name
+            )
             await self._run(live)
             return
         if ruling.verdict is Verdict.RECORDED and is_ending and task is not None and task.state is TaskState.RUNNING:
@@ -142,11 +157,8 @@ class Replies:
         live.attach(delivery)
         return True
 
-    def _count(self, verdict: Verdict) -> None:
-        metrics = self._runtime.metrics
-        metrics.claims.labels("woke" if verdict is Verdict.GRANTED else verdict.value).inc()
-        if verdict is Verdict.LATE:
-            metrics.late_replies.inc()
+    def _count(self, meter: Counter, verdict: Verdict) -> None:
+        meter.labels("woke" if verdict is Verdict.GRANTED else verdict.value).inc()
 
 
 def _subject_of(reply: Reply) -> UUID:

@@ -157,6 +157,19 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Flag:
+    about: str
+
+    def parse(self, value: object) -> bool:
+        word = str(value).strip().lower()
+        if word in {"true", "yes", "on", "1"}:
+            return True
+        if word in {"false", "no", "off", "0"}:
+            return False
+        raise ValueError("must be true or false")
+
+
+@dataclass(frozen=True, slots=True)
 class Url:
     about: str
     schemes: tuple[str, ...]
@@ -219,6 +232,13 @@ class Settings:
         timedelta, Duration("longest pause between two looks of the sweeper", 10 * _MS, _HOUR)
     ] = timedelta(seconds=5)
 
+    declare: Annotated[
+        bool, Flag("make the queues at the start; false: only look for what `coatcheck declare` made")
+    ] = True
+    allow_plaintext: Annotated[
+        bool, Flag("do not warn of unprotected connections to other machines: the network encrypts by itself")
+    ] = False
+
     sweeper_queue: Annotated[
         str, Text("queue that wakes the sweepers of this store; give each store on one broker its own")
     ] = SWEEPER_QUEUE
@@ -269,7 +289,8 @@ class Settings:
 
     def describe(self) -> dict[str, object]:
         """Return all settings in a form fit for logs: no password in any of them."""
-        return {name: _printable(getattr(self, name)) for name in _RULES}
+        values = {name: getattr(self, name) for name in _RULES}
+        return {name: str(it).lower() if isinstance(it, bool) else _printable(it) for name, it in values.items()}
 
     def __repr__(self) -> str:
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.describe().items())})"
@@ -296,10 +317,14 @@ def _checked(name: str, value: object, *, label: str) -> object:
     """Return the value in the field's own type; `label` is how the complaint calls it."""
     if value is None and name in _OPTIONAL:
         return None
+    rule = _RULES[name]
     try:
-        return _RULES[name].parse(value)
+        return rule.parse(value)
     except ValueError as error:
-        raise InvalidSettings(f"{label}={_printable(value)}: {error}") from None
+        # What is not even a URL has its password where nobody looks for one.
+        is_hidden = isinstance(rule, Url) and "@" in str(value) and "://" not in str(value)
+        shown = "***" if is_hidden else _printable(value)
+        raise InvalidSettings(f"{label}={shown}: {error}") from None
 
 
 def _within(value: _Ordered, low: _Ordered, high: _Ordered) -> _Ordered:

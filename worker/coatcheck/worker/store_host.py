@@ -20,7 +20,7 @@ from coatcheck.broker.port import Outgoing
 from coatcheck.broker.wire import Progress, make_progress
 from coatcheck.errors import BrokerUnavailable, CheckpointRefused, StoreUnavailable
 from coatcheck.points import reach
-from coatcheck.store.blobs import COMPRESS_ABOVE_BYTES, unpack
+from coatcheck.store.blobs import unpacked_size
 from coatcheck.store.rows import (
     Again,
     Birth,
@@ -118,7 +118,9 @@ class StoreHost:
 
         Raises StoreUnavailable at once when Postgres is away: whoever waits here keeps the run's own writes waiting.
         """
-        await self.put(Changes(), Going(self._runtime.settings.lease, is_detached=True), is_patient=False)
+        done = await self.put(Changes(), Going(self._runtime.settings.lease, is_detached=True), is_patient=False)
+        if self._live.run is not None:
+            self._live.run.deliver(done.news)  # nobody is given them a second time
         self._live.ack()
         self._live.trigger = None
         self._live.copies.clear()
@@ -238,7 +240,8 @@ class StoreHost:
         settings = self._runtime.settings
         size = sum(len(entry.value) for entry in changes.entries) + sum(len(call.body) for call in changes.opens)
         for call in changes.opens:
-            if len(call.body) > COMPRESS_ABOVE_BYTES and (raw := len(unpack(call.body)[1])) > settings.max_body:
+            # The size on the wire: a row may hold it compressed, many times smaller.
+            if call.body and (raw := unpacked_size(call.body)) > settings.max_body:
                 raise CheckpointRefused(
                     "call_too_large",
                     f"a call to {call.peer!r} of {raw:,} bytes is over the limit of {settings.max_body:,}; "

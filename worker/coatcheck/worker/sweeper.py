@@ -35,6 +35,7 @@ from coatcheck.points import reach
 from coatcheck.store.rows import Task, TaskState
 from coatcheck.store.store import Store
 from coatcheck.store.sweeps import LookedAt
+from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.metrics import Metrics
@@ -84,7 +85,10 @@ class Sweeper:
                     await stack.enter_async_context(health)
                 store = Store(self.settings.store, pool_size=2)
                 stack.push_async_callback(store.close)
-                broker = connect(self.settings.broker, max_body=self.settings.max_body * 4)
+                warn_of_exposures(self.settings)
+                broker = connect(
+                    self.settings.broker, max_body=self.settings.max_body * 4, declares=self.settings.declare
+                )
                 await stack.enter_async_context(broker)
                 await self._sweep_until_stopped(broker, store)
 

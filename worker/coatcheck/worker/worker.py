@@ -30,6 +30,7 @@ from coatcheck.worker.broadcast import Broadcasts
 from coatcheck.worker.control import Orders
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.executor import Executor
+from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.gate import StoreGate
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.leases import Leases
@@ -85,7 +86,10 @@ class Worker:
         )
         if health is not None:
             await stack.enter_async_context(health)
-        self._broker = connect(self.settings.broker, max_body=self.settings.max_body * 4)
+        warn_of_exposures(self.settings)
+        self._broker = connect(
+            self.settings.broker, max_body=self.settings.max_body * 4, declares=self.settings.declare
+        )
         await stack.enter_async_context(self._broker)
         await self._broker.declare_service(self.app.service)
         await self._broker.declare_sweeper(self.settings.sweeper_queue)
