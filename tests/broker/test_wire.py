@@ -385,6 +385,18 @@ def test_dead_letter_keeps_the_message_and_tells_the_reason_and_revive_undoes_it
     assert (revived.to, revived.message) == ("research", message)
 
 
+@pytest.mark.parametrize("inside", [[b"\xff\xfe"], [1e300], {"a": 1}])
+def test_dead_letter_leaves_out_a_header_that_amqp_may_not_take_back(inside: Any) -> None:
+    delivery = FakeDelivery(
+        Message(headers={"cc-task": inside, "cc-id": "i"}), "q", is_redelivered=False, delivery_count=1
+    )
+
+    headers = dead_letter(delivery, "q", "bad_header", "why").message.headers
+
+    assert "cc-task" not in headers
+    assert (headers["cc-id"], headers["cc-broken"]) == ("i", "left out: cc-task")
+
+
 def test_revive_refuses_a_letter_without_a_queue() -> None:
     assert code_of(revive, Message()) == "bad_header"
 

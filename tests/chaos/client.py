@@ -39,11 +39,11 @@ KINDS = {
     "sleepy": 5,
     "silent": 5,
     "refused": 2,
-    "long": 2,
+    "long": 4,
     "calling_itself": 5,
     "sending": 4,
-    "held": 2,
-    "bad": 1,
+    "held": 4,
+    "bad": 3,
 }
 KILLER_EVERY = 1200
 NEVER_CANCELLED = ("plain", "bad", "killer", "held")  # one that leaves no row; held ones are always cancelled
@@ -74,7 +74,7 @@ def make_order(seed: str, client: str, number: int) -> Order:
     if client == "0" and number % KILLER_EVERY == 250:
         kind = "killer"
     again = tuple(draw.choice((0.0, 0.05, 1.0, 8.0)) for _ in range(draw.choice((0,) * 8 + (1, 2))))
-    cancel = draw.choice((0.0, 0.01, 0.1, 0.5, 2.0)) if draw.random() < 0.06 else None
+    cancel = draw.choice((0.0, 0.01, 0.1, 0.5, 2.0)) if draw.random() < 0.1 else None
     if kind == "held":
         cancel = draw.uniform(1.0, 4.0)
     elif kind in NEVER_CANCELLED:

@@ -33,6 +33,7 @@ LIGHT = {
     "swallow_store": 2,
     "swallow_broker": 2,
 }
+ON_PROCESSES = tuple(name for name in LIGHT if name.startswith(("kill_", "freeze_")))
 HEAVY = ("restart_postgres", "kill_broker", "close_connections", "memory_alarm", "full_disk")
 ALARM = "0.00001"
 NO_ALARM = "0.4"
@@ -101,6 +102,11 @@ class Faults:
                 await self._crew.pace.wait(answers=40, longest_s=20.0)
             else:
                 await self._crew.pace.wait(answers=10, longest_s=5.0)
+
+    @property
+    def outages(self) -> Counter[str]:
+        """What was done to servers and the network; what was done to processes, their crew counts."""
+        return Counter({name: count for name, count in self.counts.items() if name not in ON_PROCESSES})
 
     async def settle(self) -> None:
         """Let what is under way end."""

@@ -106,7 +106,7 @@ class Trial:
             outcome.versions = await self._versions()
             outcome.exit_code, outcome.verdict = await asyncio.to_thread(self._check)
         outcome.length_s = time.monotonic() - began_s
-        outcome.counts, outcome.faults = self._crew.counts, self._faults.counts
+        outcome.counts, outcome.faults = self._crew.counts, self._faults.outages
         outcome.impossible = self._faults.impossible
         return outcome
 
@@ -280,7 +280,7 @@ class Trial:
                 kills=sum(count for name, count in counts.items() if name.startswith(("kill", "ended"))),
                 stops=sum(count for name, count in counts.items() if name.startswith(("freezes", "stopped"))),
                 restarts=counts["restarts"],
-                outages=sum(self._faults.counts.values()),
+                outages=sum(self._faults.outages.values()),
                 points=f"{len(self._points.names) - len(self._points.missing)}/{len(self._points.names)}",
             )
             await asyncio.sleep(0.25)

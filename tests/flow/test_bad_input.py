@@ -180,3 +180,20 @@ async def test_send_to_a_queue_that_does_not_exist_is_kept_as_a_dead_letter(rig:
     (letter,) = await dead_letters(rig, app.names.dead, 1)
     assert letter.headers["cc-reason"] == "no_route"
     assert json.loads(letter.body) == {"news": 1}
+
+
+@pytest.mark.parametrize("inside", [bytearray(b"\xff\xfe"), 1e30, {"a": [1]}], ids=["bytes", "float", "table"])
+async def test_header_with_an_inside_is_buried_and_ends_no_replica(rig: Rig, inside: Any) -> None:
+    peer, requester = await rig.peer(), await rig.requester()
+    app = patient(rig.names.new(), peer.queue)
+    await rig.replica(app)
+
+    await requester.send(app.service, "owls", headers={"cc-task": [inside]})
+    (letter,) = await dead_letters(rig, app.names.dead, 1)
+    asked_for = await requester.send(app.service, "owls", type="ask")
+    (question,) = await peer.asked()
+    await question.reply("hoo")
+
+    assert letter.headers["cc-reason"] == "bad_header"
+    assert "cc-task" not in letter.headers
+    assert await requester.reply(asked_for) == "hoo"

@@ -142,13 +142,17 @@ async def _holds(rig: Rig, queue: str, count: int) -> bool:
     return await rig.depth(queue) == count
 
 
+async def _is_parked(rig: Rig, topic: Any) -> bool:
+    return topic in [topic_of(task) for task in await rig.store.list_tasks(states=[TaskState.PARKED])]
+
+
 async def all_is_well(rig: Rig, asking: Asking, requester: Requester) -> None:
     """Requests, replies, cancels, hints and dead letters all have their queues."""
     names, answering = asking.app.names, await rig.peer("other")
     napping = await requester.send(names.requests, 0.3, type="nap")
     telling = await requester.send(names.requests, answering.queue, type="tell")
     waiting = await requester.send(names.requests, 600, type="nap")
-    await rig.task(TaskState.PARKED)
+    await until(lambda: _is_parked(rig, 600), what="there is something to cancel")
     await requester.send(names.control, {"reason": "enough"}, correlation_id=waiting, headers={"cc-kind": "cancel"})
     broken = await requester.send(names.requests, None, raw=b"{nonsense", type="ask")
 

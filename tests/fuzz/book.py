@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
@@ -66,11 +67,7 @@ class Book:
         name = event["event"]
         is_error = method in {"error", "critical"} and name not in EXPECTED_ERRORS
         if is_error or name in ALARMING_WARNINGS:
-            error = event.get("exc_info")
-            if error is True:
-                import sys
-
-                error = sys.exc_info()[1]
+            error = sys.exc_info()[1] if event.get("exc_info") is True else event.get("exc_info")
             facts = {key: value for key, value in event.items() if key not in {"event", "exc_info"}}
             self.complain(f"{name} {facts} {error!r}" if error else f"{name} {facts}")
         raise structlog.DropEvent

@@ -55,17 +55,20 @@ class Fuzzed:
 
     def __str__(self) -> str:
         fields = {name: getattr(self.message, name) for name in PROPERTIES}
-        said = [f"{name}={value!r}" for name, value in fields.items() if value is not None]
-        body = repr(self.message.body)
-        if len(body) > 2000:
-            body = f"{body[:1000]}…{body[-100:]} ({len(self.message.body)} bytes)"
+        said = ", ".join(f"{name}={value!r}" for name, value in fields.items() if value is not None)
         headers = ", ".join(f"{name!r}: {_short(value)}" for name, value in self.message.headers.items())
-        return f"number {self.number} to {self.queue}, {' + '.join(self.how)}:\n  {', '.join(said)}\n  headers {{{headers}}}\n  body {body}"  # noqa: E501
+        lines = (
+            f"number {self.number} to {self.queue}, {' + '.join(self.how)}:",
+            f"properties {said or 'none'}",
+            f"headers {{{headers}}}",
+            f"body {_short(self.message.body, 1500)} ({len(self.message.body)} bytes)",
+        )
+        return "\n    ".join(lines)
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, most: int = 300) -> str:
     text = repr(value)
-    return text if len(text) <= 300 else f"{text[:300]}… ({len(text)} characters)"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def fuzzed(seed: int, number: int, ids: Ids) -> Fuzzed:

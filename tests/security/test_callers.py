@@ -8,6 +8,7 @@ import hmac
 import json
 import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -243,7 +244,7 @@ async def test_accepted_request_that_comes_back_stays_accepted_when_its_token_ha
 
 
 async def test_hook_that_cannot_tell_now_is_asked_again(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("coatcheck.worker.requests.UNKNOWN_CALLER_PAUSE_S", 0.01)
+    monkeypatch.setattr("coatcheck.worker.requests.LONGEST_UNKNOWN_CALLER_PAUSE_S", 0.01)
     requester, tries = await rig.requester(), []
 
     async def away(token: str | None) -> Caller:
@@ -309,7 +310,7 @@ async def test_caller_that_no_row_can_hold_is_refused(caller: Any):
 async def test_largest_caller_that_a_row_can_hold_passes():
     caller = Caller("x" * 255, {"a": "x" * (16 * 1024 - len('{"a":""}'))})
 
-    assert await find_caller(lambda token: caller, Message(), DEFAULT_LIMITS) is caller
+    assert await find_caller(lambda token: caller, Message(), DEFAULT_LIMITS) == caller
 
 
 async def test_the_hook_on_the_page_tells_callers_apart():
@@ -321,3 +322,11 @@ async def test_the_hook_on_the_page_tells_callers_apart():
         with pytest.raises(Unauthorized):
             page.app.identify(token)
     assert set(page.app.handlers) == {"research"}
+
+
+async def test_claims_are_what_any_replica_will_read_from_the_row() -> None:
+    given = Caller("ada", {"exp": datetime(2030, 1, 1, tzinfo=UTC), "roles": ("admin",)})
+
+    found = await find_caller(lambda _: given, Message(), DEFAULT_LIMITS)
+
+    assert found == Caller("ada", {"exp": "2030-01-01T00:00:00Z", "roles": ["admin"]})

@@ -188,7 +188,7 @@ async def test_header_that_fills_a_frame_is_buried_and_does_not_come_back(rig: R
     first, second = await dead_letters(rig, app.names.dead, 2)
 
     assert {first.headers["cc-reason"], second.headers["cc-reason"]} == {"bad_header"}
-    assert {first.headers["cc-broken"], second.headers["cc-broken"]} == {"too long: cc-id", "too long: cc-deadline"}
+    assert {first.headers["cc-broken"], second.headers["cc-broken"]} == {"left out: cc-id", "left out: cc-deadline"}
     assert worker._broker is not None
     assert worker._broker.stats.lost_count == 0
     assert worker._broker.stats.redelivered_count == 0

@@ -33,12 +33,11 @@ from coatcheck.store.rows import (
     Unsent,
     Verdict,
 )
-from coatcheck.worker import executor, replies, requests
+from coatcheck.worker import replies, requests
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.host import Superseded
 from coatcheck.worker.messages import call_message
 from coatcheck.worker.outbox import Outbox
-from coatcheck.worker.problems import problem
 from coatcheck.worker.store_host import StoreHost
 
 Patch = tuple[Any, str, Any]
@@ -332,11 +331,6 @@ def any_copy_that_comes_back_is_taken_for_the_trigger() -> Sequence[Patch]:
         return bool(joins(self, delivery, birth, live))
 
     return [(requests.Requests, "_joins", careless)]
-
-
-@bug
-def a_cancel_is_answered_in_two_ways() -> Sequence[Patch]:
-    return [(executor, "cancelled_problem", lambda task_id, reason: problem("cancelled", task_id=str(task_id)))]
 
 
 @bug

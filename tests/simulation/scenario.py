@@ -35,7 +35,7 @@ from coatcheck.worker import client as client_module
 from coatcheck.worker import executor as executor_module
 from coatcheck.worker import sweeper as sweeper_module
 from coatcheck.worker import worker as worker_module
-from coatcheck.worker.live import Live, LiveRuns
+from coatcheck.worker.live import Live
 
 T = TypeVar("T")
 
@@ -180,10 +180,6 @@ class Scene:
         process = self.world.current
         assert process is not None
         return SimStore(self, process, **options)
-
-    def remember_lives(self, lives: LiveRuns) -> None:
-        if self.world.current is not None:
-            self.world.current.parts["lives"] = lives
 
     def start(self, name: str) -> None:
         """Start a worker or sweeper, or start it anew."""
@@ -427,17 +423,13 @@ def _patched(scene: Scene) -> Iterator[None]:
     """Put the simulated parts in the place of the real ones, and chance under the seed."""
     rng = random.Random(scene.world.seed)
     random.seed(scene.world.seed)
-    lives_init = LiveRuns.__init__
-
-    def init(lives: LiveRuns) -> None:
-        lives_init(lives)
-        scene.remember_lives(lives)
-
     live_init = Live.__init__
 
     def init_live(live: Live, *args: Any, **fields: Any) -> None:
         now = scene.world.now  # its own default was taken from the real clock before we came
         live_init(live, *args, **{"begun_s": now, "renewed_s": now} | fields)
+        if scene.world.current is not None:
+            scene.world.current.lives.append(live)
 
     def complain(logger: Any, method: str, event: Any) -> Any:
         process = scene.world.current
@@ -449,7 +441,6 @@ def _patched(scene: Scene) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (executor_module, "SHORTEST_HOLD", timedelta(seconds=2)),
         (executor_module, "LONGEST_HOLD", timedelta(seconds=20)),
-        (LiveRuns, "__init__", init),
         (Live, "__init__", init_live),
         (worker_module, "connect", scene.connect),
         (worker_module, "Store", scene.open_store),

@@ -124,7 +124,7 @@ class Judge:
         row = self.tables.tasks.get(TaskId(UUID(task)))
         if row is not None and row.task.epoch == 0:
             return  # a tombstone: a run that needed no row may have been faster, for one copy of a request or for all
-        # Copies that need no row answer for themselves: alike among each other, but one with a row may yet be cancelled.
+        # Copies that need no row answer for themselves: alike among each other, but one with a row may be cancelled.
         given = self.finals[task if row is not None else f"{task} without a row"]
         given.add(message.body)
         if len(given) > 1:
@@ -158,8 +158,8 @@ class Judge:
         self.world.note(process.name, f"does step {key} of {task[:8]} (number {number})")
         self.counts["steps"] += 1
         if any(entry.new.key.startswith(key) for entry in self.tables.entries_of.get(task_id, ())):
-            live = process.parts["lives"].find(task_id)
-            if live is None or live.epoch == self.tables.tasks[task_id].task.epoch:
+            epoch = self.tables.tasks[task_id].task.epoch
+            if all(live.epoch == epoch for live in process.lives if live.task_id == task_id and not live.is_settled):
                 self.world.complain(f"step {key} of {task[:8]} was run again though it is recorded")
             self.counts["zombie steps"] += 1
         return number

@@ -104,6 +104,8 @@ class Process:
         self.on_death: list[Callable[[], None]] = []
         self.on_freeze: list[Callable[[float], None]] = []
         self.parts: dict[str, Any] = {}
+        self.lives: list[Any] = []
+        """Every run there ever was in this process."""
 
     def __repr__(self) -> str:
         return self.name

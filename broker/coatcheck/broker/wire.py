@@ -431,12 +431,15 @@ def revive(message: Message) -> Outgoing:
 
 
 def _letter_headers(headers: Mapping[str, HeaderValue]) -> dict[str, HeaderValue]:
-    kept = {name: value for name, value in headers.items() if name != AUTHORIZATION}
-    large = sorted(name for name, value in kept.items() if len(str(value)) > DEFAULT_LIMITS.max_header)
-    for name in large:
-        del kept[name]
-    missed = [name for name in large if name.startswith("cc-")]  # a broken trace context is ignored anyway
-    return kept | {BROKEN: f"too long: {', '.join(missed)}"} if missed else kept
+    """What a letter can carry of the headers: what is too long, or has an inside that AMQP may not take back, stays."""
+    given = {name: value for name, value in headers.items() if name != AUTHORIZATION}
+    kept = {name: value for name, value in given.items() if _fits_a_letter(value)}
+    missed = sorted(name for name in given.keys() - kept.keys() if name.startswith("cc-"))  # nobody misses a trace
+    return kept | {BROKEN: f"left out: {', '.join(missed)}"} if missed else kept
+
+
+def _fits_a_letter(value: HeaderValue) -> bool:
+    return not isinstance(value, list | dict) and len(str(value)) <= DEFAULT_LIMITS.max_header
 
 
 def _replace_headers(message: Message, headers: Mapping[str, HeaderValue]) -> Message:

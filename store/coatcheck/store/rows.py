@@ -24,6 +24,9 @@ from enum import StrEnum
 from typing import Any, NewType
 from uuid import UUID
 
+ALONE = 1_000_000
+"""Added to the pick-ups of a task that runs with nobody beside it: if the process ends now, it was this one."""
+
 TaskId = NewType("TaskId", UUID)
 CallId = NewType("CallId", UUID)
 

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from coatcheck.store.claims import MET
 from coatcheck.store.database import rows
 from coatcheck.store.records import PEER_COLUMNS, TASK_COLUMNS, peer_of, task_of
-from coatcheck.store.rows import CallId, Peer, Task, TaskId
+from coatcheck.store.rows import ALONE, CallId, Peer, Task, TaskId
 
 # What an index is to be cut off at is compared with `statement_timestamp()`: `clock_timestamp()` may change from row to
 # row, so Postgres would read the index to its end, past everything that is not due for hours.
@@ -105,11 +105,13 @@ MARK_FINAL_SENT = text("""
      WHERE id IN (SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))
                      AND state IN ('done', 'failed', 'cancelled') ORDER BY id FOR UPDATE SKIP LOCKED)
 """)
-RENEW = text("""
+RENEW = text(f"""
     UPDATE coatcheck.task t
        SET due_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
            look_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
-           pickups = greatest(0, t.pickups - CAST(:uncounted AS integer)),
+           pickups = CASE WHEN CAST(:uncounted AS integer) = 0 THEN t.pickups
+                          WHEN CAST(:uncounted AS integer) < 0 THEN t.pickups % {ALONE} - CAST(:uncounted AS integer)
+                          ELSE greatest(0, t.pickups % {ALONE} - CAST(:uncounted AS integer) % {ALONE}) END,
            trigger = CASE WHEN CAST(:detaches AS boolean) THEN NULL ELSE t.trigger END
       FROM (SELECT t.id FROM coatcheck.task t
               JOIN unnest(CAST(:ids AS uuid[]), CAST(:epochs AS integer[])) AS u(id, epoch)
@@ -207,7 +209,8 @@ async def renew(
 ) -> Renewed:
     """Move leases on. Rows that somebody holds are skipped: one of them must not keep the others from being renewed.
 
-    `uncounted` takes pick-ups back that never came to a run.
+    `uncounted` takes pick-ups back that never came to a run, and with them the mark of one that was to run alone;
+    minus ALONE sets that mark, however often it is asked for, and ALONE takes it off.
     """
     asked = {"ids": [one.task_id for one in renewals], "epochs": [one.epoch for one in renewals]}
     options = {"lease_s": lease.total_seconds(), "detaches": detaches, "uncounted": uncounted}

@@ -80,4 +80,4 @@ def _checked(caller: object) -> Caller | None:
         raise UsageError(f"a caller's claims take {len(claims):,} bytes; the limit is {LARGEST_CLAIMS:,}")
     if b"\0" in subject or b"\\u0000" in claims:
         raise UsageError("a caller's subject and claims must not contain a NUL: Postgres refuses it")
-    return caller
+    return Caller(given, msgspec.json.decode(claims))  # as any replica will read it from the row

@@ -17,7 +17,7 @@ from uuid import UUID
 import structlog
 
 from coatcheck.broker import connect
-from coatcheck.broker.bodies import Body
+from coatcheck.broker.bodies import Body, Limits
 from coatcheck.broker.port import Broker, Delivery, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_request, parse_reply
@@ -89,6 +89,7 @@ class Client:
     ) -> None:
         self.settings = settings or Settings.load(**overrides)
         self._connect_budget = connect_budget
+        self._limits = Limits(max_body=self.settings.max_body, max_depth=self.settings.max_depth)
         self._stack = AsyncExitStack()
         self._broker: Broker | None = None
         self._store: Store | None = None
@@ -231,10 +232,13 @@ class Client:
 
     def _on_delivery(self, delivery: Delivery) -> None:
         try:
-            reply = parse_reply(delivery.message)
-            self._take(reply)
+            self._take(parse_reply(delivery.message, self._limits))
         except MalformedMessage as error:
             log.warning("reply_refused", code=error.code, detail=error.detail)
+            waiting = self._waiting.pop(delivery.message.correlation_id or "", None)
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # whoever holds the ticket may never ask
         delivery.ack()
 
     def _take(self, reply: Reply) -> None:

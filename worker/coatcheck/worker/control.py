@@ -60,7 +60,7 @@ class Orders:
             raise MalformedMessage("bad_header", f"cc-task {order.task[:64]!r} is not a task id") from None
 
     async def _cancel(self, order: Control, task_id: TaskId) -> None:
-        runtime = self._runtime
+        runtime, correlation_id = self._runtime, order.correlation_id
         if runtime.uses_store:
             document = cancelled_problem(task_id, order.reason)
             by_correlation = order.correlation_id if order.task is None else None
@@ -72,8 +72,8 @@ class Orders:
             await self._tell(ruling, order)
             reach("after_cancel_told")
             if ruling.task is not None:
-                task_id = ruling.task.task_id
-        name, message = cancelled_message(runtime.app.names, task_id, order.correlation_id, order.reason)
+                task_id, correlation_id = ruling.task.task_id, None  # others may use the same correlation id
+        name, message = cancelled_message(runtime.app.names, task_id, correlation_id, order.reason)
         await runtime.outbox.publish([Outgoing(name, message, is_broadcast=True)])
 
     async def _tell(self, ruling: Ruling, order: Control) -> None:

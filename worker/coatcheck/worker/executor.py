@@ -31,7 +31,7 @@ from coatcheck.errors import (
 )
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode
-from coatcheck.store.rows import Again, Changes, Finish, Hold, TaskState
+from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
 from coatcheck.store.sweeps import Renewal
 from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
@@ -61,9 +61,6 @@ log = structlog.get_logger(__name__)
 
 TaskHost = StoreHost | RamHost
 
-ALONE = 1_000_000
-"""What a run that has the process for itself adds to its task's pick-ups: if it ends the process, there is no doubt who
-did. Those before may have died of a neighbour, however many they were."""
 SHORTEST_HOLD = timedelta(seconds=30)
 LONGEST_HOLD = timedelta(hours=1)
 
@@ -162,7 +159,13 @@ class Executor:
     async def _acquit(self, live: Live) -> None:
         """A last attempt that was cut short has not ended its process: another one may be made, at once."""
         renewal, now = Renewal(live.task_id, live.epoch), timedelta(0)
-        await self._runtime.gate.insist(lambda _: self._runtime.store.renew([renewal], lease=now, counted=-ALONE))
+        while True:
+            _, busy = await self._runtime.gate.insist(
+                lambda _: self._runtime.store.renew([renewal], lease=now, counted=-ALONE)
+            )
+            if not busy:
+                return
+            await asyncio.sleep(random.uniform(0.02, 0.1))
 
     def _leave(self, live: Live) -> None:
         """Give up what we hold of a run that is not ours to finish.
@@ -293,6 +296,7 @@ class Executor:
     async def _try_again_in_ram(self, live: Live, host: TaskHost, delay: timedelta) -> None:
         """Without rows there is no retry time to leave behind: wait here, then begin again from the top."""
         await host.close()
+        live.is_settled = False  # its trigger may come back meanwhile, and belongs to this run
         await asyncio.sleep(delay.total_seconds())
         live.attempt += 1
         again = RamHost(live, self._runtime, self._ram_calls)
@@ -340,15 +344,10 @@ class Executor:
         live.ack()
 
     async def _end_cancelled(self, live: Live, host: TaskHost, reason: str) -> None:
-        """Whoever took the order has committed the cancel and answers; only a task without a row is ours to end.
-
-        It is ended in a row all the same: another copy of the request may have come to an end first, and then that is
-        the answer.
+        """End it as cancelled. Mostly somebody else has: whoever took the order, or another copy of the request that
+        came to its end first. Then the row refuses us, and answers for itself.
         """
         log.info("task_cancelled")
-        if live.has_row:
-            live.ack()
-            return
         value = encode(cancelled_problem(live.task_id, reason))
         await self._finish(live, host, TaskState.CANCELLED, value, is_worth_a_row=True)
 

@@ -31,7 +31,7 @@ from coatcheck.worker.runtime import Runtime
 
 log = structlog.get_logger(__name__)
 
-UNKNOWN_CALLER_PAUSE_S = 1.0
+LONGEST_UNKNOWN_CALLER_PAUSE_S = 60.0
 """How long a request is held whose caller the app cannot make out now, before it goes back to its queue."""
 
 
@@ -76,7 +76,8 @@ class Requests:
                 return
             except TransientError as error:
                 log.warning("caller_not_known_now", exception=type(error).__name__)
-                await asyncio.sleep(UNKNOWN_CALLER_PAUSE_S)
+                # Growing: each return counts towards the queue's delivery limit, and an outage may last for hours.
+                await asyncio.sleep(min(LONGEST_UNKNOWN_CALLER_PAUSE_S, 2.0 ** min(delivery.delivery_count - 1, 10)))
                 delivery.requeue()
                 return
             handler = runtime.app.find_handler(request.handler)
@@ -121,7 +122,7 @@ class Requests:
             return await find_caller(runtime.app.identify, delivery.message, runtime.limits)
         except Unauthorized:
             # A token may have expired since the request was accepted. What was accepted stays so, for the same message.
-            accepted = await self._find_accepted(task_id) if delivery.is_redelivered else None
+            accepted = await self._find_accepted(task_id)
             if accepted is None or not _is_accepted(request, *accepted):
                 raise
             return accepted[0]

@@ -287,6 +287,11 @@ class Settings:
                 chosen[name] = _checked(name, written, label=_variable(name))
         return cls(**chosen)
 
+    @property
+    def largest_message(self) -> int:
+        """What the broker must take of ours: a letter or an answer may be larger than what we accept."""
+        return min(4 * self.max_body, 128 * _MIB)
+
     def describe(self) -> dict[str, object]:
         """Return all settings in a form fit for logs: no password in any of them."""
         values = {name: getattr(self, name) for name in _RULES}

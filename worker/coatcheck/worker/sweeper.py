@@ -87,7 +87,7 @@ class Sweeper:
                 stack.push_async_callback(store.close)
                 warn_of_exposures(self.settings)
                 broker = connect(
-                    self.settings.broker, max_body=self.settings.max_body * 4, declares=self.settings.declare
+                    self.settings.broker, max_body=self.settings.largest_message, declares=self.settings.declare
                 )
                 await stack.enter_async_context(broker)
                 await self._sweep_until_stopped(broker, store)

@@ -51,6 +51,7 @@ Hop = Callable[[Delivery], Coroutine[Any, Any, None]]
 CONTROL_PREFETCH = 20
 UNWIND_S = 6.0
 """How long runs that are cut short may take to clean up after themselves."""
+LONGEST_SURPRISE_PAUSE_S = 5.0
 MOST_SURPRISES = 5
 """A delivery that fails in a way nobody foresaw is tried this often, then buried."""
 
@@ -88,7 +89,7 @@ class Worker:
             await stack.enter_async_context(health)
         warn_of_exposures(self.settings)
         self._broker = connect(
-            self.settings.broker, max_body=self.settings.max_body * 4, declares=self.settings.declare
+            self.settings.broker, max_body=self.settings.largest_message, declares=self.settings.declare
         )
         await stack.enter_async_context(self._broker)
         await self._broker.declare_service(self.app.service)
@@ -187,9 +188,18 @@ class Worker:
             log.exception("delivery_surprised", queue=delivery.queue, delivery_count=delivery.delivery_count)
             if delivery.delivery_count >= MOST_SURPRISES:
                 reason = MalformedMessage("internal_error", f"{type(error).__name__} while handling it; see the log")
-                await bury(runtime, delivery, reason)
+                await self._try_to_bury(runtime, delivery, reason)
                 return
             await asyncio.sleep(0.5 * delivery.delivery_count)
+            delivery.requeue()
+
+    async def _try_to_bury(self, runtime: Runtime, delivery: Delivery, reason: MalformedMessage) -> None:
+        """Whatever a letter does to us must not end the replica: then the queue's own limit ends the loop."""
+        try:
+            await bury(runtime, delivery, reason)
+        except Exception:
+            log.exception("delivery_not_buried", queue=delivery.queue, delivery_count=delivery.delivery_count)
+            await asyncio.sleep(LONGEST_SURPRISE_PAUSE_S)
             delivery.requeue()
 
     def _on_lost(self, group: asyncio.TaskGroup, runtime: Runtime, leases: Leases, queue: str) -> None:

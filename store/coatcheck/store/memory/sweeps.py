@@ -9,7 +9,7 @@ from typing import TypeVar
 from uuid import UUID
 
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, earliest
-from coatcheck.store.rows import CallId, CallState, Kind, TaskId, TaskState
+from coatcheck.store.rows import ALONE, CallId, CallState, Kind, TaskId, TaskState
 from coatcheck.store.sweeps import LookedAt, Renewal, Renewed
 
 Seen = TypeVar("Seen", CallRow, TaskRow)
@@ -87,9 +87,15 @@ def renew(
         mine.add(one.task_id)
         due_at, task = tables.now + lease, row.task
         trigger = None if detaches else task.trigger
-        task = replace(task, due_at=due_at, pickups=max(0, task.pickups - uncounted), trigger=trigger)
+        task = replace(task, due_at=due_at, pickups=_recounted(task.pickups, uncounted), trigger=trigger)
         tables.change(row, task=task, look_at=due_at)
     return Renewed(mine, set())
+
+
+def _recounted(pickups: int, uncounted: int) -> int:
+    if uncounted == 0:
+        return pickups
+    return pickups % ALONE - uncounted if uncounted < 0 else max(0, pickups % ALONE - uncounted % ALONE)
 
 
 def mark_sent(tables: Tables, calls: Sequence[CallId]) -> None:
