@@ -199,7 +199,7 @@ def is_frozen(process: Process) -> bool:
 
 async def test_long_run_that_kills_its_worker_each_time_is_stopped(rig: Rig, tmp_path: Path) -> None:
     """Only its lease looks after it by then, so it is the sweeper's resumes that are counted."""
-    requester, limit, ledger = await rig.requester(), 2, tmp_path / "ledger"
+    requester, limit, ledger = await rig.requester(), 3, tmp_path / "ledger"
     fleet, victims = Fleet(rig, "nobody"), list[Process]()
     short = {"COATCHECK_LONG_RUN_LIMIT": "0.2", "COATCHECK_LEASE": "1", "COATCHECK_MAX_PICKUPS": str(limit)}
 

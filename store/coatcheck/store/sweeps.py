@@ -210,7 +210,7 @@ async def renew(
     """Move leases on. Rows that somebody holds are skipped: one of them must not keep the others from being renewed.
 
     `uncounted` takes pick-ups back that never came to a run, and with them the mark of one that was to run alone;
-    minus ALONE sets that mark, however often it is asked for, and ALONE takes it off.
+    minus so many times ALONE sets so many marks, however often it is asked for, and ALONE takes them off.
     """
     asked = {"ids": [one.task_id for one in renewals], "epochs": [one.epoch for one in renewals]}
     options = {"lease_s": lease.total_seconds(), "detaches": detaches, "uncounted": uncounted}

@@ -61,6 +61,8 @@ log = structlog.get_logger(__name__)
 
 TaskHost = StoreHost | RamHost
 
+MOST_ALONE = 2
+"""Runs alone in their process that end without a word make a killer. One may live on, its connection lost."""
 SHORTEST_HOLD = timedelta(seconds=30)
 LONGEST_HOLD = timedelta(hours=1)
 
@@ -78,7 +80,8 @@ class Executor:
         False: another replica had the request before us and nothing was settled; the caller asks the rows about it.
         """
         runtime = self._runtime
-        is_last = live.has_row and runtime.settings.max_pickups <= live.pickups < ALONE
+        first_alone = max(1, runtime.settings.max_pickups + 1 - MOST_ALONE)
+        is_last = live.has_row and first_alone <= live.pickups < MOST_ALONE * ALONE
         origin = live.trigger
         runtime.lives.add(live)
         try:
@@ -143,10 +146,11 @@ class Executor:
         if not live.has_row or (is_fresh and not is_last):
             return
         renewal = Renewal(live.task_id, live.epoch)
+        marks = live.pickups // ALONE + 1 if is_last else 0
         while True:
             asked_s = time.monotonic()
             mine, busy = await self._runtime.gate.insist(
-                lambda _: self._runtime.store.renew([renewal], lease=lease, counted=ALONE if is_last else 0)
+                lambda _: self._runtime.store.renew([renewal], lease=lease, counted=marks * ALONE)
             )
             if live.task_id in mine:
                 live.renewed_s = asked_s
@@ -159,9 +163,10 @@ class Executor:
     async def _acquit(self, live: Live) -> None:
         """A last attempt that was cut short has not ended its process: another one may be made, at once."""
         renewal, now = Renewal(live.task_id, live.epoch), timedelta(0)
+        before = live.pickups // ALONE * ALONE or -ALONE
         while True:
             _, busy = await self._runtime.gate.insist(
-                lambda _: self._runtime.store.renew([renewal], lease=now, counted=-ALONE)
+                lambda _: self._runtime.store.renew([renewal], lease=now, counted=before)
             )
             if not busy:
                 return
@@ -192,7 +197,7 @@ class Executor:
             reason = self._runtime.app.explain_unknown(live.handler_name)
             await self._hold(live, host, problem_of(UnknownHandler(reason), live.task_id), reason)
             return
-        if live.pickups >= ALONE:
+        if live.pickups >= MOST_ALONE * ALONE:
             await self._fail_killer(live, host)
             return
         try:
@@ -316,7 +321,7 @@ class Executor:
 
     async def _fail_killer(self, live: Live, host: TaskHost) -> None:
         """A task that takes its process with it each time is stopped before it takes the fleet."""
-        count = live.pickups - ALONE - 1
+        count = live.pickups % ALONE - 1
         document = problem(
             "crashed_repeatedly",
             detail=f"{count} runs in a row ended with their process, without recording anything",
