@@ -59,11 +59,7 @@ for number in range(5):
     assert (ended.returncode, ended.stdout.split()) == (points.EXIT_CODE, ["0", "1", "2"])
 
 
-def test_unarmed_points_pass() -> None:
-    points.reach("after_park")
-
-
-def test_whoever_arms_hears_of_every_point() -> None:
+def test_whoever_arms_hears_of_every_point_until_disarmed() -> None:
     heard: list[str] = []
     points.arm(heard.append)
     try:
@@ -71,5 +67,6 @@ def test_whoever_arms_hears_of_every_point() -> None:
         points.reach("after_park")
     finally:
         points.arm(None)
+    points.reach("before_claim")
 
     assert heard == ["before_park", "after_park"]
