@@ -70,8 +70,9 @@ async def test_requests_wait_unacked_while_postgres_is_away(rig: Rig, fault: str
     await asyncio.sleep(1.0)  # long enough for a storm to show
 
     assert await readiness(port) == 503
-    assert delivered(worker) == 5
-    assert await rig.depth(asking.app.service) == 5
+    taken = delivered(worker)  # the first of them closes the gate; the others may be here by then, or not
+    assert 1 <= taken <= 5
+    assert await rig.depth(asking.app.service) == 10 - taken
     assert proxy.connection_count < 60
     assert await rig.store.count_tasks() == {}
     assert peer.arrived.empty()
