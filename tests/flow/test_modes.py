@@ -1,7 +1,6 @@
 """Checkpointing off, and preferred: waits in RAM where there is no Postgres, or while it is away."""
 
 import asyncio
-import time
 from collections import Counter
 
 import pytest
@@ -223,17 +222,14 @@ async def test_off_draining_gives_a_wait_back_without_asking_postgres(rig: Rig) 
     first = await rig.replica(app, grace=0.1, **OFF)
     asked_for = await requester.send(app.service, "owls")
     (lost,) = await peer.asked()
-    begun_s = time.monotonic()
     first.stop()
     await log.hears("worker_stopped")
-    took_s = time.monotonic() - begun_s
     await rig.replica(app, **OFF)
     (again,) = await peer.asked()
     await again.reply("hoo")
 
     assert await requester.reply(asked_for) == "hoo"
     assert await asyncio.wait_for(peer.cancels.get(), 5) == lost.correlation_id
-    assert took_s < 3
     assert not log.all("store_lost")
 
 
@@ -299,13 +295,13 @@ async def test_preferred_does_not_wait_for_a_silent_postgres_task_by_task(rig: R
     proxy.blackhole()
     await requester.reply(await requester.send(app.service, "first"))
 
-    begun_s = time.monotonic()
+    tries = proxy.connection_count
     replies = [await requester.reply(await requester.send(app.service, f"t{number}")) for number in range(10)]
-    took_s = time.monotonic() - begun_s
+    tries = proxy.connection_count - tries
     proxy.restore()
 
     assert replies == [f"T{number}t{number}" for number in range(10)]
-    assert took_s < 1.0
+    assert tries < len(replies), "only the prober asks"
     assert delivered(worker) == 11 + 11
 
 
