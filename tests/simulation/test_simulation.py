@@ -59,7 +59,7 @@ def test_every_planted_bug_is_found() -> None:
 
 
 def test_a_seed_tells_the_same_story_twice() -> None:
-    stories = [simulate("--seed", "5").stdout for _ in range(2)]
+    stories = [simulate("--seed", "3").stdout for _ in range(2)]
 
     assert stories[0] == stories[1]
     assert "DIES" in stories[0]
