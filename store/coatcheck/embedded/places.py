@@ -1,0 +1,193 @@
+"""What lies where under `.coatcheck/postgres/`, and what is kept about the server from one start to the next.
+
+users.lock        shared by every process that needs the server; whoever stops it holds it alone
+supervisor.lock   held alone by the supervisor, first by the process that starts it
+server.json       port, socket directory, version, pid of the supervisor; the first two are kept over restarts
+password          of the user `coatcheck`, readable by its owner only
+server.log        what the supervisor and Postgres say
+data/, run/       the cluster and its socket; as root they may lie behind the link `elsewhere`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from coatcheck.embedded import ping
+from coatcheck.errors import EmbeddedUnavailable
+
+NAME = ".coatcheck"
+USER = DATABASE = "coatcheck"
+# The socket has this name whatever the TCP port is: a link to the real one. So its address never changes.
+SOCKET_PORT = 5432
+_LOG_LIMIT_BYTES = 8 << 20
+_TAIL_BYTES = 4096
+_LONGEST_PATH = 1000  # Postgres reserves 1024 bytes for a path, and adds to ours
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What `server.json` holds."""
+
+    port: int
+    socket: str
+    version: str
+    supervisor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The paths of one embedded server."""
+
+    directory: Path
+
+    @classmethod
+    def of(cls, directory: Path) -> Places:
+        return cls(Path(os.path.realpath(directory)))
+
+    @property
+    def home(self) -> Path:
+        return self.directory / "postgres"
+
+    @property
+    def users_lock(self) -> Path:
+        return self.home / "users.lock"
+
+    @property
+    def supervisor_lock(self) -> Path:
+        return self.home / "supervisor.lock"
+
+    @property
+    def log(self) -> Path:
+        return self.home / "server.log"
+
+    @property
+    def elsewhere(self) -> Path:
+        return self.home / "elsewhere"
+
+    @property
+    def room(self) -> Path:
+        """Where the server's own directories are."""
+        return self.elsewhere.resolve() if self.elsewhere.is_symlink() else self.home
+
+    @property
+    def data(self) -> Path:
+        return self.room / "data"
+
+    def ensure(self) -> None:
+        """Make the directories and look whether they are ours. Safe to repeat, also at the same time elsewhere."""
+        if len(os.fsencode(self.data)) > _LONGEST_PATH:
+            raise EmbeddedUnavailable(
+                f"the path of {self.directory} is too long for Postgres, which takes {_LONGEST_PATH} bytes; "
+                "set COATCHECK_STORE=embedded:///a/shorter/directory"
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError), (self.directory / ".gitignore").open("x") as file:
+                file.write("*\n")
+            # As root the server is another user, who has to get to its data.
+            with suppress(FileExistsError):
+                self.home.mkdir()
+                self.home.chmod(0o711 if os.geteuid() == 0 else 0o700)
+            _check_owner(self.directory)
+            _check_owner(self.home)
+        except OSError as error:
+            raise self.unwritable(error) from error
+
+    def unwritable(self, error: OSError) -> EmbeddedUnavailable:
+        return EmbeddedUnavailable(
+            f"the embedded Postgres cannot write to {error.filename or self.directory}: {error.strerror}; make "
+            f"{self.directory} writable, or name another place: COATCHECK_STORE=embedded:///another/directory"
+        )
+
+    def read_state(self) -> State | None:
+        """Return what is known of the server; None before its first start, or if the file is damaged."""
+        try:
+            return State(**json.loads((self.home / "server.json").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write_state(self, state: State) -> None:
+        if state != self.read_state():  # a full disk does not keep a server from starting again
+            self._write("server.json", json.dumps(asdict(state), indent=2) + "\n")
+
+    def read_password(self) -> str | None:
+        try:
+            return (self.home / "password").read_text().strip() or None
+        except OSError:
+            return None
+
+    def write_password(self, password: str) -> None:
+        self._write("password", password + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        """Replace a file in one go, readable by its owner only."""
+        draft = self.home / f"{name}.new"
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.home / name)
+
+    def answers(self) -> bool:
+        """Tell whether the server accepts connections."""
+        state = self.read_state()
+        return state is not None and ping.answers(socket_path(state.socket), user=USER, database=DATABASE)
+
+    def url(self) -> str:
+        """The address over the Unix socket; it stays the same for as long as the directory does."""
+        state = self._need_state()
+        return f"{self._login()}@/{DATABASE}?host={quote(state.socket)}&port={SOCKET_PORT}"
+
+    def tcp_url(self) -> str:
+        """The address over TCP, at the port the server has now."""
+        return f"{self._login()}@127.0.0.1:{self._need_state().port}/{DATABASE}"
+
+    def _login(self) -> str:
+        return f"postgresql://{USER}:{quote(self.read_password() or '', safe='')}"
+
+    def _need_state(self) -> State:
+        state = self.read_state()
+        if state is None:
+            raise EmbeddedUnavailable(f"{self.home / 'server.json'} cannot be read; was it deleted while in use?")
+        return state
+
+    def open_log(self) -> int:
+        """Open the log for appending; one that has grown large makes room, once."""
+        with suppress(OSError):
+            if self.log.stat().st_size > _LOG_LIMIT_BYTES:
+                self.log.replace(self.home / "server.log.1")
+        return os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+    def read_log(self, *, start: int = 0) -> str:
+        """Return the last lines of the log, none from before byte `start`."""
+        try:
+            with self.log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(start, size - _TAIL_BYTES))
+                return file.read().decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+
+def socket_path(directory: str) -> Path:
+    return Path(directory) / f".s.PGSQL.{SOCKET_PORT}"
+
+
+def _check_owner(path: Path) -> None:
+    """What another user can change is not ours to run a server from; least of all for root."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise EmbeddedUnavailable(f"{path} is in the way: it should be a directory; move it away")
+    if found.st_uid != os.geteuid():
+        raise EmbeddedUnavailable(
+            f"{path} belongs to the user with uid {found.st_uid}, and this process runs as {os.geteuid()}; run it as "
+            "that user, or name a directory of your own: COATCHECK_STORE=embedded:///another/directory"
+        )
