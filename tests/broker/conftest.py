@@ -1,12 +1,14 @@
 """Fixtures for the broker tests."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from tests.broker.proxy import Proxy
-from tests.broker.rigs import Rig
+from tests.broker.rigs import Rig, as_broker, make_tables
 from tests.conftest import ServiceNames
+from tests.conftest import _temporary_database as temporary_database
+from tests.services import run_sync
 
 
 @pytest.fixture
@@ -27,6 +29,23 @@ async def amqp(proxy: Proxy, service_names: ServiceNames) -> AsyncIterator[Rig]:
     await rig.close()
 
 
+@pytest.fixture(scope="session")
+def queues_url(postgres_url: str) -> Iterator[str]:
+    """A database with the tables of the broker in it. Tests share it, and use names of their own as on any broker."""
+    with temporary_database(postgres_url) as url:
+        run_sync(make_tables(as_broker(url)))
+        yield as_broker(url)
+
+
+@pytest.fixture
+async def pg(queues_url: str) -> AsyncIterator[Rig]:
+    """Brokers on the real Postgres, through a proxy that can break their network."""
+    async with Proxy(queues_url) as proxy:
+        rig = Rig(proxy.url, proxy)
+        yield rig
+        await rig.close()
+
+
 @pytest.fixture
 async def memory() -> AsyncIterator[Rig]:
     """Brokers in memory."""
@@ -35,7 +54,7 @@ async def memory() -> AsyncIterator[Rig]:
     await rig.close()
 
 
-@pytest.fixture(params=["amqp", "memory"])
+@pytest.fixture(params=["amqp", "pg", "memory"])
 def rig(request: pytest.FixtureRequest) -> Rig:
     """Every adapter in turn."""
     rig: Rig = request.getfixturevalue(request.param)

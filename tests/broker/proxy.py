@@ -24,7 +24,7 @@ class Proxy:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
-        self._target = (parts.hostname, parts.port or {"amqp": 5672, "postgresql": 5432}[parts.scheme])
+        self._target = (parts.hostname, parts.port or {"amqp": 5672, "postgresql": 5432, "pg": 5432}[parts.scheme])
         self._parts = parts
         self._server: asyncio.Server | None = None
         self._port = 0

@@ -107,5 +107,16 @@ async def until_depth(broker: Broker, queue: str, depth: int | None) -> None:
     await until(is_so)
 
 
+def as_broker(store_url: str) -> str:
+    """The address of the queues in a store's database."""
+    return f"pg{store_url[store_url.index('://') :]}"
+
+
+async def make_tables(url: str) -> None:
+    """Have the tables of a Postgres broker made, as whoever starts first does."""
+    async with connect(url, **QUICK):
+        pass
+
+
 async def send(broker: Broker, queue: str, *bodies: bytes) -> list[Routing]:
     return await broker.publish([Outgoing(queue, Message(body)) for body in bodies])

@@ -17,10 +17,21 @@ from pamqp.header import ContentHeader
 from tests.broker.proxy import Proxy
 from tests.broker.rigs import QUICK, Inbox, Rig, send, until, until_depth
 
-from coatcheck.broker import BrokerSettings, Message, Names, Outgoing, Routing, connect, parse_request, topology
+from coatcheck.broker import (
+    BrokerSettings,
+    BrokerStats,
+    Message,
+    Names,
+    Outgoing,
+    Routing,
+    connect,
+    parse_request,
+    topology,
+)
 from coatcheck.broker.amqp import AmqpBroker
 from coatcheck.broker.amqp_consumer import AmqpConsumer
-from coatcheck.broker.amqp_link import genuine
+from coatcheck.broker.amqp_lane import Lane
+from coatcheck.broker.amqp_link import Link, genuine
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, UsageError
 
 
@@ -226,29 +237,38 @@ def _with_bad_date(number: int) -> bytes:
     return frame.replace(int(instant.timestamp()).to_bytes(8, "big"), b"\x7f" + b"\xff" * 7)
 
 
-def _with_deep_table(number: int) -> bytes:
+def _with_deep_table(number: int, name: str = "k") -> bytes:
     table: dict[str, Any] = {"k": 1}
     for _ in range(3000):
         table = {"k": table}
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(100_000)
     try:
-        return pamqp.frame.marshal(ContentHeader(body_size=1, properties=Basic.Properties(headers=table)), number)
+        properties = Basic.Properties(headers={name: table})
+        return pamqp.frame.marshal(ContentHeader(body_size=1, properties=properties), number)
     finally:
         sys.setrecursionlimit(limit)
 
 
-@pytest.mark.parametrize("make_header", [_with_bad_text, _with_bad_date, _with_deep_table])
-async def test_properties_that_break_the_driver_do_not_break_the_consumer(
+def _with_deep_table_of_ours(number: int) -> bytes:
+    return _with_deep_table(number, "cc-id")
+
+
+async def publish_raw(stranger: Channel, queue: str, make_header: Callable[[int], bytes]) -> None:
+    number = stranger.number
+    publish = pamqp.frame.marshal(Basic.Publish(routing_key=queue), number)
+    payload = publish + make_header(number) + pamqp.frame.marshal(ContentBody(b"x"), number)
+    await stranger.connection.write_queue.put(ChannelFrame(payload=payload, should_close=False))
+
+
+@pytest.mark.parametrize("make_header", [_with_bad_text, _with_deep_table_of_ours])
+async def test_properties_that_cannot_be_read_do_not_break_the_consumer(
     amqp: Rig, service_name: str, stranger: Channel, make_header: Callable[[int], bytes]
 ) -> None:
     broker, inbox = await started(amqp, service_name), Inbox()
     await inbox.consume(broker, service_name)
-    number = stranger.number
-    publish = pamqp.frame.marshal(Basic.Publish(routing_key=service_name), number)
-    payload = publish + make_header(number) + pamqp.frame.marshal(ContentBody(b"x"), number)
 
-    await stranger.connection.write_queue.put(ChannelFrame(payload=payload, should_close=False))
+    await publish_raw(stranger, service_name, make_header)
     delivery = await inbox.take_one()
 
     with pytest.raises(MalformedMessage, match="bad_properties"):
@@ -258,6 +278,20 @@ async def test_properties_that_break_the_driver_do_not_break_the_consumer(
     await send(broker, service_name, b"y")
     assert (await inbox.take_one()).message.body == b"y"
     assert (broker.stats.lost_count, broker.stats.undecodable_count) == (0, 1)
+
+
+@pytest.mark.parametrize("make_header", [_with_bad_date, _with_deep_table])
+async def test_properties_that_nobody_reads_may_be_nonsense(
+    amqp: Rig, service_name: str, stranger: Channel, make_header: Callable[[int], bytes]
+) -> None:
+    broker, inbox = await started(amqp, service_name), Inbox()
+    await inbox.consume(broker, service_name)
+
+    await publish_raw(stranger, service_name, make_header)
+    delivery = await inbox.take_one()
+
+    assert (delivery.message.body, delivery.message.headers) == (b"x", {})
+    assert (broker.stats.lost_count, broker.stats.undecodable_count) == (0, 0)
 
 
 async def test_acks_are_written_in_batches(amqp: Rig, service_name: str) -> None:
@@ -532,6 +566,98 @@ async def test_watchdog_rebuilds_a_deaf_consumer(amqp: Rig, service_name: str) -
     await inbox.lost()
 
 
+async def make_deaf(stranger: Channel, queue: str) -> None:
+    """Delete a queue and make it again at once: RabbitMQ then takes its consumer along, and drops what it sends it."""
+    arguments: dict[str, Any] = dict(topology.service_arguments(Names(queue).dead))
+    await stranger.queue_delete(queue)
+    await stranger.queue_declare(queue, durable=True, arguments=arguments)
+
+
+async def test_consumer_of_a_queue_made_again_behind_its_back_hears_again(
+    amqp: Rig, service_name: str, stranger: Channel
+) -> None:
+    broker, inbox = await started(amqp, service_name, watchdog_interval=0.4), Inbox(is_acking=True)
+    await inbox.consume(broker, service_name)
+    await send(broker, service_name, *[b"x"] * 10)
+    await inbox.take(10)
+    await until_depth(broker, service_name, 0)
+
+    await make_deaf(stranger, service_name)
+    await send(broker, service_name, b"y")
+
+    assert (await inbox.take_one()).message.body == b"y"
+
+
+async def test_who_makes_a_queue_again_has_its_consumers_listen_anew(
+    amqp: Rig, service_name: str, stranger: Channel
+) -> None:
+    broker, inbox = await started(amqp, service_name), Inbox(is_acking=True)  # its watchdog would take a minute
+    await inbox.consume(broker, service_name)
+    await send(broker, service_name, *[b"x"] * 10)
+    await inbox.take(10)
+    await until_depth(broker, service_name, 0)
+
+    await make_deaf(stranger, service_name)
+    await broker.declare_service(service_name)
+    await send(broker, service_name, b"y")
+
+    assert (await inbox.take_one()).message.body == b"y"
+    assert inbox.losses.empty()
+
+
+async def test_consumer_that_holds_something_listens_anew_once_it_is_settled(
+    amqp: Rig, service_name: str, stranger: Channel
+) -> None:
+    broker, inbox = await started(amqp, service_name), Inbox()
+    await inbox.consume(broker, service_name)
+    await send(broker, service_name, *[b"x"] * 10)
+    *others, held = await inbox.take(10)
+    for delivery in others:
+        delivery.ack()
+    await make_deaf(stranger, service_name)
+    await broker.declare_service(service_name)
+    await send(broker, service_name, b"y")
+    assert not held.is_lost
+
+    held.ack()
+
+    assert (await inbox.take_one()).message.body == b"y"
+
+
+async def test_consumer_outlives_a_queue_that_it_may_not_make_again(
+    amqp: Rig, service_name: str, stranger: Channel
+) -> None:
+    await started(amqp, service_name)
+    broker, inbox = await started(amqp, service_name, declares=False), Inbox(is_acking=True)
+    await inbox.consume(broker, service_name)
+
+    await stranger.queue_delete(service_name)
+    await inbox.lost()
+    arguments: dict[str, Any] = dict(topology.service_arguments(Names(service_name).dead))
+    await stranger.queue_declare(service_name, durable=True, arguments=arguments)
+    await send(broker, service_name, b"y")
+
+    assert (await inbox.take_one()).message.body == b"y"
+
+
+async def test_consume_that_is_cancelled_leaves_no_consumer_behind(amqp: Rig, service_name: str) -> None:
+    broker, inbox = await started(amqp, service_name), Inbox()
+    for turn in range(12):
+        consuming = asyncio.create_task(inbox.consume(broker, service_name))
+        for _ in range(3 * turn):
+            await asyncio.sleep(0)
+        consuming.cancel()
+        await asyncio.wait([consuming])
+        if not consuming.cancelled():
+            await consuming.result().stop()
+
+    async def is_left_alone() -> bool:
+        return await broker.consumer_count(service_name) == 0
+
+    await until(is_left_alone)
+    assert broker.stats.lost_count == 0
+
+
 async def test_watchdog_leaves_busy_paused_and_idle_consumers_alone(amqp: Rig, service_name: str) -> None:
     broker, inbox = await started(amqp, service_name, watchdog_interval=0.1), Inbox()
     names = Names(service_name)
@@ -644,7 +770,7 @@ def test_settings_have_the_defaults_of_the_design() -> None:
 
 
 def test_unknown_scheme_names_the_known_ones() -> None:
-    with pytest.raises(InvalidSettings, match=r"'kafka'; known are amqp://, amqps:// and memory://"):
+    with pytest.raises(InvalidSettings, match=r"'kafka'; known are amqp://, amqps://, pg:// and memory://"):
         connect("kafka://x")
 
 
@@ -652,3 +778,75 @@ def test_unknown_scheme_names_the_known_ones() -> None:
 def test_service_names_that_would_collide_are_refused(service: str) -> None:
     with pytest.raises(InvalidSettings, match="will not do"):
         Names(service)
+
+
+async def test_link_that_was_stuck_is_a_lost_connection_and_no_cancellation() -> None:
+    """aiormq ends a connection it hears nothing of by a cancellation, which nobody may take for one of our own."""
+    link = Link("publish", BrokerStats())
+    closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    closing.set_exception(asyncio.CancelledError())
+
+    link._on_closed(closing)
+
+    assert link.lost.is_set()
+    assert isinstance(link.error, ConnectionError)
+
+
+# --- how much is under way ---
+
+
+def lane_of(broker: AmqpBroker) -> Lane:
+    return broker._publisher._lanes[""].result()
+
+
+async def test_no_more_than_a_window_is_unconfirmed(
+    amqp: Rig, service_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coatcheck.broker.amqp_lane.WINDOW_COUNT", 7)
+    broker = await started(amqp, service_name)
+    await send(broker, service_name, b"first")
+    lane, seen, write = lane_of(broker), list[int](), Link.write
+
+    def noting(link: Link, frames: bytes) -> None:
+        seen.append(len(lane._unconfirmed))
+        write(link, frames)
+
+    monkeypatch.setattr(Link, "write", noting)
+
+    assert await send(broker, service_name, *[b"x"] * 300) == [Routing.ROUTED] * 300
+
+    assert max(seen) == 7
+    await until_depth(broker, service_name, 301)
+
+
+async def test_publisher_holds_back_what_the_socket_does_not_take(
+    amqp: Rig, proxy: Proxy, service_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coatcheck.broker.amqp_lane.WINDOW_BYTES", 1 << 40)
+    broker = await started(amqp, service_name, publish_timeout=30)
+    await send(broker, service_name, b"first")
+    lane, bodies = lane_of(broker), [b"x" * 500_000] * 60
+
+    proxy.blackhole()
+    publishing = [asyncio.create_task(send(broker, service_name, body)) for body in bodies]
+    await until(lambda: lane.link.wire.is_clogged)
+    held_back = len(lane._waiting)
+    proxy.restore()
+
+    assert held_back > 0
+    assert await asyncio.gather(*publishing) == [[Routing.ROUTED]] * 60
+    assert broker.stats.lost_count == 0
+
+
+async def test_slow_broker_is_not_taken_for_a_dead_one(
+    amqp: Rig, proxy: Proxy, service_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coatcheck.broker.amqp_lane.WINDOW_COUNT", 1)
+    broker = await started(amqp, service_name, publish_timeout=1)
+    await send(broker, service_name, b"first")
+    proxy.delay_s = 0.05
+
+    with pytest.raises(BrokerUnavailable, match="confirmed in time"):
+        await send(broker, service_name, *[b"x"] * 60)
+
+    assert broker.stats.lost_count == 0

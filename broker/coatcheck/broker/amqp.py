@@ -16,16 +16,17 @@ from typing import TypeVar
 import structlog
 from aiormq.channel import Channel
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity, ChannelPreconditionFailed
-from pamqp.commands import Basic
 
 from coatcheck.broker import topology
 from coatcheck.broker.amqp_address import AmqpAddress
-from coatcheck.broker.amqp_consumer import AmqpConsumer, AmqpDelivery, Session
-from coatcheck.broker.amqp_link import DRIVER_ERRORS, Uplink, genuine, reap, spawn, translating
+from coatcheck.broker.amqp_consumer import AmqpConsumer
+from coatcheck.broker.amqp_link import DRIVER_ERRORS, Uplink, genuine, translating
 from coatcheck.broker.amqp_publisher import Publisher
 from coatcheck.broker.amqp_replies import DirectReplies, is_direct_reply
+from coatcheck.broker.amqp_session import Session
 from coatcheck.broker.port import Broker, BrokerStats, Consumer, Delivery, Outgoing, Routing
 from coatcheck.broker.settings import BrokerSettings
+from coatcheck.broker.tasks import reap, spawn
 from coatcheck.broker.topology import Arguments, Names
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, UsageError
 
@@ -150,13 +151,18 @@ class AmqpBroker(Broker):
             raise
         for queue in queues:
             self._declarations[queue] = declare
+        # Made again, perhaps: then its consumers may be deaf.
+        for consumer in self._consumers:
+            if consumer.queue in queues:
+                consumer.refresh()
 
     async def _ensure_queue(self, queue: str) -> bool:
         """Make a queue of ours again. False: it never was one of ours."""
         declare = self._declarations.get(queue)
         if declare is None:
             return False
-        await self._on_channel(declare, f"declare {queue}")
+        made = [name for name, other in self._declarations.items() if other is declare]
+        await self._declare(declare, *made)
         log.warning("queue_declared_again", queue=queue)
         return True
 
@@ -196,6 +202,8 @@ class AmqpBroker(Broker):
         return consumer
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
+        if any(outgoing.delay is not None for outgoing in batch):
+            raise UsageError("RabbitMQ has no delayed messages; to wait, use ctx.sleep in a task")
         direct = [outgoing for outgoing in batch if is_direct_reply(outgoing)]
         if not direct:
             return await self._publisher.publish(batch)
@@ -217,32 +225,31 @@ class AmqpBroker(Broker):
         async with translating(f"browse {queue!r}"):
             link = await self._consuming.get(self._rpc_s)
             channel = await link.channel(timeout_s=self._rpc_s)
-            session = Session(link, channel, self.stats)
+            session = Session(link, channel, queue, self.stats)
         try:
             deliveries: list[Delivery] = []
             async with translating(f"browse {queue!r}"), _explaining_names(f"browse {queue!r}"):
-                while len(deliveries) < limit:
-                    delivered = await genuine(channel.basic_get(queue, timeout=self._rpc_s))
-                    if not isinstance(delivered.delivery, Basic.GetOk):
-                        break
-                    deliveries.append(AmqpDelivery(delivered, session, queue=queue))
+                while len(deliveries) < limit and (delivery := await session.get(self._rpc_s)) is not None:
+                    deliveries.append(delivery)
             yield deliveries
         finally:
             # Closing the channel puts back what was not acked.
-            with suppress(*DRIVER_ERRORS):
-                await self._flush_browsed(session, queue)
-                await genuine(channel.close(timeout=self._rpc_s))
-            session.lose("browsed")
+            try:
+                with suppress(*DRIVER_ERRORS):
+                    await self._flush_browsed(session)
+            finally:
+                session.lose("browsed")
+                await link.close_channel(channel, timeout_s=self._rpc_s)
 
-    async def _flush_browsed(self, session: Session, queue: str) -> None:
+    async def _flush_browsed(self, session: Session) -> None:
         """Write the acks of a browse so that none goes with the channel.
 
         To a quorum queue every `get` is a consumer of its own, so every ack is a command of its own, even in one frame.
         RabbitMQ has 32 of them under way and keeps the rest in the channel, which forgets them when it is closed. So
         few are written at a time, and a `get` waits its turn behind them; what it gets is put back with the channel.
         """
-        while await session.flush_some(ACKS_AT_ONCE):
-            await genuine(session.channel.basic_get(queue, timeout=self._rpc_s))
+        while session.flush_some(ACKS_AT_ONCE):
+            await session.get(self._rpc_s)
 
     # --- looking at queues ---
 
@@ -280,6 +287,14 @@ class AmqpBroker(Broker):
         self._declarations.pop(queue, None)
         await self._on_channel(delete, f"delete {queue!r}")
 
+    async def delete_service(self, service: str) -> None:
+        async def delete(channel: Channel) -> None:
+            await channel.exchange_delete(names.broadcast)
+
+        names = Names(service)
+        await super().delete_service(service)
+        await self._on_channel(delete, f"delete {names.broadcast!r}")
+
     async def _on_channel(self, work: Callable[[Channel], Awaitable[T]], what: str) -> T:
         """Do something on a channel made for it alone, under one time limit. Raises `BrokerUnavailable`."""
         async with translating(what), _explaining_names(what):
@@ -289,8 +304,7 @@ class AmqpBroker(Broker):
                 try:
                     return await genuine(work(channel))
                 finally:
-                    with suppress(*DRIVER_ERRORS):
-                        await genuine(channel.close(timeout=self._rpc_s))
+                    await link.close_channel(channel, timeout_s=self._rpc_s)
 
     # --- watchdog ---
 
@@ -303,12 +317,20 @@ class AmqpBroker(Broker):
             suspects = await self._inspect(suspects, interval_s)
 
     async def _inspect(self, suspects: dict[AmqpConsumer, float], interval_s: float) -> dict[AmqpConsumer, float]:
-        """Look at every silent consumer. Silent with work waiting twice in a row, half an interval apart, is deaf."""
+        """Look at every silent consumer. Silent with work waiting twice in a row, half an interval apart, is deaf.
+
+        Silent for longer with nothing waiting is most likely nothing to do; but see `amqp_consumer` for who else is.
+        """
         now = asyncio.get_running_loop().time()
         found: dict[AmqpConsumer, float] = {}
         for consumer in self._consumers:
             heard_at = consumer.last_delivery_at_s
-            if not consumer.has_room or now - heard_at < interval_s / 2 or not await self._is_waiting(consumer):
+            # All but one consumer of a sweepers' queue are silent by design.
+            if not consumer.has_room or now - heard_at < interval_s / 2 or consumer.queue in self._single_active:
+                continue
+            if not await self._is_waiting(consumer):
+                if now - heard_at > 2 * interval_s:
+                    consumer.refresh()
                 continue
             if suspects.get(consumer) == heard_at == consumer.last_delivery_at_s:
                 self.stats.watchdog_rebuild_count += 1
@@ -319,9 +341,6 @@ class AmqpBroker(Broker):
         return found
 
     async def _is_waiting(self, consumer: AmqpConsumer) -> bool:
-        # All but one consumer of a sweepers' queue are silent by design.
-        if consumer.queue in self._single_active:
-            return False
         link = self._consuming.link
         try:
             return bool(await self.depth(consumer.queue))

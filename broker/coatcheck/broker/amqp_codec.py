@@ -1,81 +1,161 @@
-"""Between our messages and AMQP's: properties both ways, and the whitelist of headers.
+"""Between our messages and AMQP's bytes: the frames that carry messages, acks and confirms, and nothing else.
+
+A message travels as a method frame, a header frame with its properties, and body frames. Writing them here, a whole
+batch into one buffer, costs a tenth of what the driver takes; reading them too. All other methods are the driver's.
 
 Headers are whitelisted in both directions. `CC` and `BCC` make RabbitMQ copy a message to other queues, `x-…` headers
-steer the broker, and whatever else a peer sends is none of our business: it would only be stored and passed on.
+steer the broker, and whatever else a peer sends is none of our business. What is none of our business is skipped by
+its length and never decoded, so a stranger's impossible date or bottomless table in it cannot hurt; what is ours and
+nested is read up to a size.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from aiormq.abc import DeliveredMessage
-from pamqp.commands import Basic
+from pamqp import decode, encode
+from pamqp.exceptions import PAMQPException
 
-from coatcheck.broker.headers import QUEUE, REASON, may_arrive, may_pass
+from coatcheck.broker.headers import BROKEN, QUEUE, REASON, may_arrive, may_pass
 from coatcheck.broker.port import HeaderValue, Message
 
-PERSISTENT = 2
+METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
+FRAME_END = 0xCE
+FRAME_OVERHEAD = 8
+HEAD = struct.Struct(">BHI")
+HEARTBEAT_FRAME = HEAD.pack(HEARTBEAT, 0, 0) + bytes((FRAME_END,))
+
+# Methods as class and number together, as they stand at the beginning of a method frame.
+RETURN, DELIVER, GET_OK, GET_EMPTY = 0x3C0032, 0x3C003C, 0x3C0047, 0x3C0048
+ACK, NACK = 0x3C0050, 0x3C0078
+BLOCKED, UNBLOCKED = 0x0A003C, 0x0A003D
+CHANNEL_CLOSE, CHANNEL_CLOSE_OK = 0x140028, 0x140029
+_PUBLISH, _BASIC = 0x3C0028, 60
+
+_PERSISTENT = 2
+_CONTENT_TYPE, _CONTENT_ENCODING, _HEADERS, _DELIVERY_MODE, _PRIORITY = 0x8000, 0x4000, 0x2000, 0x1000, 0x0800
+_CORRELATION_ID, _REPLY_TO, _EXPIRATION, _MESSAGE_ID = 0x0400, 0x0200, 0x0100, 0x0080
+_TIMESTAMP, _TYPE, _USER_ID, _APP_ID, _CLUSTER_ID = 0x0040, 0x0020, 0x0010, 0x0008, 0x0004
+
+_SETTLE = struct.Struct(">BHIIQBB")
+_HEADER_START = struct.Struct(">HHQH")
+_LONG, _TAG = struct.Struct(">I"), struct.Struct(">Q")
+_END = bytes((FRAME_END,))
+# The size of a table's value by its type, for skipping; those with a length of their own are in _SIZED.
+_SIZES = {b"t": 1, b"b": 1, b"B": 1, b"U": 2, b"s": 2, b"u": 2, b"I": 4, b"i": 4, b"f": 4}
+_SIZES |= {b"l": 8, b"L": 8, b"d": 8, b"T": 8, b"D": 5, b"V": 0}
+_SIZED = frozenset({b"S", b"x", b"A", b"F"})
+# What bytes a stranger wrote are known to raise.
+_DECODE_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    OSError,
+    RecursionError,
+    struct.error,
+    PAMQPException,
+)
+
+_MOST_HEADERS = 1000
+_MOST_NESTED = 8192
+"""A stranger's header that takes longer to read than this is not read; RabbitMQ's own are far smaller."""
 
 _NO_HEADERS: Mapping[str, HeaderValue] = {}
 
 
-def make_properties(message: Message, message_id: str) -> Basic.Properties:
-    """Write a message's properties. Persistent always: a driver's default is transient, and a restart would drop it."""
-    return Basic.Properties(
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        headers={name: _wired(value) for name, value in message.headers.items() if may_pass(name)},
-        delivery_mode=PERSISTENT,
-        correlation_id=message.correlation_id,
-        reply_to=message.reply_to,
-        message_id=message_id,
-        message_type=message.type,
-    )
+# --- what we write ---
 
 
-def read_message(delivered: DeliveredMessage, *, is_dead: bool = False) -> Message:
-    """Read a message. From a dead queue, the broker's own reason for a dead letter is read like ours."""
-    properties = delivered.header.properties
-    sent: Mapping[str, Any] = properties.headers or _NO_HEADERS
-    headers = (
-        {name: value for name, value in sent.items() if may_arrive(name, is_dead=is_dead)} if sent else _NO_HEADERS
-    )
-    if is_dead and (death := _find_death(sent)) is not None:
-        headers = {**headers, REASON: str(death.get("reason")), QUEUE: str(death.get("queue"))}
-    return Message(
-        body=delivered.body,
-        correlation_id=properties.correlation_id,
-        reply_to=properties.reply_to,
-        content_type=properties.content_type,
-        type=properties.message_type,
-        message_id=properties.message_id,
-        headers=headers,
-        content_encoding=properties.content_encoding,
-    )
+def publish_frames(
+    channel: int, message: Message, message_id: str, *, exchange: str, routing_key: str, mandatory: bool, frame_max: int
+) -> bytes:
+    """Write a publish with its header and body. Persistent always: a transient message is gone with a restart.
 
-
-def _find_death(sent: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Find what the broker wrote when it dead-lettered a message; what we buried ourselves has nothing of the kind.
-
-    The broker puts the latest death in front, whatever the sender had written there. The `x-first-death-…` headers it
-    leaves as they came.
+    Raises ValueError for what AMQP cannot carry.
     """
-    deaths = sent.get("x-death")
-    return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else None
+    try:
+        properties = _properties(message, message_id)
+    except (TypeError, OverflowError, RecursionError, struct.error) as exc:
+        raise ValueError(str(exc)) from exc
+    if frame_max and len(properties) + FRAME_OVERHEAD + 12 > frame_max:
+        raise ValueError(f"its properties have {len(properties)} bytes; a frame takes {frame_max}")
+    body = message.body
+    size = len(body)
+    parts = [
+        _publish_method(channel, exchange, routing_key, mandatory),
+        HEAD.pack(HEADER, channel, 12 + len(properties)),
+        struct.pack(">HHQ", _BASIC, 0, size),
+        properties,
+        _END,
+    ]
+    room = frame_max - FRAME_OVERHEAD if frame_max else size
+    if 0 < size <= room:
+        parts += (HEAD.pack(BODY, channel, size), body, _END)
+    elif size:
+        for start in range(0, size, room):
+            piece = body[start : start + room]
+            parts += (HEAD.pack(BODY, channel, len(piece)), piece, _END)
+    return b"".join(parts)
 
 
-def count_deliveries(delivered: DeliveredMessage) -> int:
-    """Count how often this message was delivered, this time included.
+def ack_frame(channel: int, tag: int, *, multiple: bool = False) -> bytes:
+    return _SETTLE.pack(METHOD, channel, 13, ACK, tag, multiple, FRAME_END)
 
-    Quorum queues count in `x-delivery-count`, beginning with the second delivery. On a first delivery such a header
-    can only be the sender's own, so it is not believed.
-    """
-    if not delivered.redelivered:
-        return 1
-    headers = delivered.header.properties.headers or _NO_HEADERS
-    count = headers.get("x-delivery-count")
-    return max(2, count + 1) if isinstance(count, int) and not isinstance(count, bool) else 2
+
+def requeue_frame(channel: int, tag: int) -> bytes:
+    return _SETTLE.pack(METHOD, channel, 13, NACK, tag, 2, FRAME_END)  # 2: requeue, and not multiple
+
+
+@lru_cache(maxsize=1024)
+def _publish_method(channel: int, exchange: str, routing_key: str, mandatory: bool) -> bytes:
+    payload = struct.pack(">IH", _PUBLISH, 0) + _short(exchange) + _short(routing_key) + bytes((mandatory,))
+    return HEAD.pack(METHOD, channel, len(payload)) + payload + _END
+
+
+def _properties(message: Message, message_id: str) -> bytes:
+    """Flags, then what they announce, in the order of the flags."""
+    flags = _DELIVERY_MODE | _MESSAGE_ID
+    parts = [b""]
+    if message.content_type:
+        flags |= _CONTENT_TYPE
+        parts.append(_short(message.content_type))
+    if message.content_encoding:
+        flags |= _CONTENT_ENCODING
+        parts.append(_short(message.content_encoding))
+    if message.headers and (table := _table(message.headers)):
+        flags |= _HEADERS
+        parts += (_LONG.pack(len(table)), table)
+    parts.append(bytes((_PERSISTENT,)))
+    if message.correlation_id:
+        flags |= _CORRELATION_ID
+        parts.append(_short(message.correlation_id))
+    if message.reply_to:
+        flags |= _REPLY_TO
+        parts.append(_short(message.reply_to))
+    parts.append(_short(message_id))
+    if message.type:
+        flags |= _TYPE
+        parts.append(_short(message.type))
+    parts[0] = flags.to_bytes(2, "big")
+    return b"".join(parts)
+
+
+def _table(headers: Mapping[str, HeaderValue]) -> bytes:
+    parts: list[bytes] = []
+    for name, value in headers.items():
+        if not may_pass(name):
+            continue
+        parts.append(_short(name))
+        if type(value) is str:
+            text = value.encode()
+            parts += (b"S", _LONG.pack(len(text)), text)
+        else:
+            parts.append(encode.encode_table_value(_wired(value)))
+    return b"".join(parts)
 
 
 def _wired(value: HeaderValue) -> Any:
@@ -85,3 +165,185 @@ def _wired(value: HeaderValue) -> Any:
     if isinstance(value, float):
         return repr(value)
     return value
+
+
+def _short(text: str) -> bytes:
+    raw = text.encode()
+    if len(raw) > 255:
+        raise ValueError(f"a property of {len(raw)} bytes; AMQP takes 255")
+    return bytes((len(raw),)) + raw
+
+
+# --- what we read ---
+
+
+class Arrived(NamedTuple):
+    """A message off a queue, and what the broker says of it."""
+
+    message: Message
+    tag: int
+    is_redelivered: bool
+    delivery_count: int
+    broken: str | None
+    """Why its properties could not be read; its message says so too."""
+
+
+def read_arrived(method: bytes, header: bytes, body: bytes, *, is_get: bool, is_dead: bool) -> Arrived:
+    """Read a message off a queue. From a dead queue, the broker's own reason for a dead letter is read like ours.
+
+    Properties are whatever bytes the sender wrote; RabbitMQ does not look. A message whose properties cannot be read
+    takes the road of all malformed messages, to the dead-letter queue.
+    """
+    start = 4 if is_get else 5 + method[4]  # a delivery names its consumer first
+    tag = _TAG.unpack_from(method, start)[0]
+    is_redelivered = bool(method[start + 8])
+    broken = None
+    try:
+        message, count, death = _read_message(header, body, is_dead=is_dead)
+    except _DECODE_ERRORS as exc:
+        # Its name only: the text of such an error may quote what it could not read, and that may be a secret.
+        broken = type(exc.__cause__ or exc).__name__
+        message, count, death = Message(body, headers={BROKEN: broken}), None, None
+    if death is not None:
+        told = {**message.headers, REASON: str(death.get("reason")), QUEUE: str(death.get("queue"))}
+        message = _with_headers(message, told)
+    return Arrived(message, tag, is_redelivered, _count_deliveries(count, is_redelivered), broken)
+
+
+def read_confirm(method: bytes) -> tuple[int, bool]:
+    """The tag of an ack or nack for what we published, and whether it speaks for all before it too."""
+    return _TAG.unpack_from(method, 4)[0], bool(method[12] & 1)
+
+
+def read_returned(method: bytes, header: bytes) -> tuple[str, str | None]:
+    """The routing key and message_id of a message that comes back because no queue would have it."""
+    at = 6  # method, reply code
+    for _ in range(2):  # reply text, exchange
+        at += 1 + method[at]
+    routing_key = method[at + 1 : at + 1 + method[at]].decode()
+    return routing_key, _read_message(header, b"", is_dead=False)[0].message_id
+
+
+def body_size_of(header: bytes) -> int:
+    size: int = _TAG.unpack_from(header, 4)[0]
+    return size
+
+
+class _Cursor:
+    """Reads properties one after the other. Raises ValueError where they run over the end."""
+
+    __slots__ = ("at", "raw")
+
+    def __init__(self, raw: bytes, at: int) -> None:
+        self.raw = raw
+        self.at = at
+
+    def short(self) -> str:
+        start = self.at + 1
+        self.skip(1 + self.raw[self.at])
+        return self.raw[start : self.at].decode()
+
+    def skip(self, size: int) -> None:
+        self.at += size
+        if self.at > len(self.raw):
+            raise ValueError("properties end before their time")
+
+
+def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message, Any, Mapping[str, Any] | None]:
+    """The message, the broker's count of deliveries, and its word on why the message is dead."""
+    flags = _HEADER_START.unpack_from(header)[3]
+    if flags & 1:
+        raise ValueError("more flags than AMQP has properties")
+    cursor = _Cursor(header, 14)
+    content_type = cursor.short() if flags & _CONTENT_TYPE else None
+    content_encoding = cursor.short() if flags & _CONTENT_ENCODING else None
+    headers, count, death = _NO_HEADERS, None, None
+    if flags & _HEADERS:
+        start = cursor.at + 4
+        cursor.skip(4 + _LONG.unpack_from(header, cursor.at)[0])
+        headers, count, death = _read_table(header, start, cursor.at, is_dead=is_dead)
+    cursor.skip(bool(flags & _DELIVERY_MODE) + bool(flags & _PRIORITY))
+    correlation_id = cursor.short() if flags & _CORRELATION_ID else None
+    reply_to = cursor.short() if flags & _REPLY_TO else None
+    if flags & _EXPIRATION:
+        cursor.skip(1 + header[cursor.at])
+    message_id = cursor.short() if flags & _MESSAGE_ID else None
+    if flags & _TIMESTAMP:
+        cursor.skip(8)
+    kind = cursor.short() if flags & _TYPE else None
+    message = Message(body, correlation_id, reply_to, content_type, kind, message_id, headers, content_encoding)
+    return message, count, death
+
+
+def _read_table(
+    raw: bytes, at: int, end: int, *, is_dead: bool
+) -> tuple[Mapping[str, HeaderValue], Any, Mapping[str, Any] | None]:
+    """Read the headers that may arrive; all others are skipped by their length."""
+    headers: dict[str, HeaderValue] = {}
+    count, death = None, None
+    for _ in range(_MOST_HEADERS):
+        if at >= end:
+            return headers, count, death
+        name = raw[at + 1 : at + 1 + raw[at]].decode(errors="replace")
+        at += 1 + raw[at]
+        kind = raw[at : at + 1]
+        start, at = at, at + 1 + _value_size(kind, raw, at + 1)
+        if at > end:
+            raise ValueError("a header runs over the end of its table")
+        if may_arrive(name, is_dead=is_dead):
+            headers[name] = _read_value(kind, raw[start:at])
+        elif name == "x-delivery-count":
+            count = _read_value(kind, raw[start:at])
+        elif is_dead and name == "x-death":
+            death = _latest_death(_read_value(kind, raw[start:at]))
+    raise ValueError(f"more than {_MOST_HEADERS} headers")
+
+
+def _value_size(kind: bytes, raw: bytes, at: int) -> int:
+    if kind in _SIZED:
+        return 4 + int(_LONG.unpack_from(raw, at)[0])
+    return _SIZES[kind]
+
+
+def _read_value(kind: bytes, raw: bytes) -> Any:
+    if kind == b"S":
+        try:
+            return raw[5:].decode()
+        except UnicodeDecodeError:
+            return raw[5:]
+    if len(raw) > _MOST_NESTED:  # pamqp takes time by the square of it
+        raise ValueError(f"a header with {len(raw)} bytes of more inside")
+    return decode.embedded_value(raw)[1]
+
+
+def _latest_death(deaths: Any) -> Mapping[str, Any] | None:
+    """What the broker wrote when it dead-lettered a message; what we buried ourselves has nothing of the kind.
+
+    The broker puts the latest death in front, whatever the sender had written there. The `x-first-death-…` headers it
+    leaves as they came.
+    """
+    return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else None
+
+
+def _count_deliveries(count: Any, is_redelivered: bool) -> int:
+    """Count how often this message was delivered, this time included.
+
+    Quorum queues count in `x-delivery-count`, beginning with the second delivery. On a first delivery such a header
+    can only be the sender's own, so it is not believed.
+    """
+    if not is_redelivered:
+        return 1
+    return max(2, count + 1) if isinstance(count, int) and not isinstance(count, bool) else 2
+
+
+def _with_headers(message: Message, headers: Mapping[str, HeaderValue]) -> Message:
+    return Message(
+        message.body,
+        message.correlation_id,
+        message.reply_to,
+        message.content_type,
+        message.type,
+        message.message_id,
+        headers,
+        message.content_encoding,
+    )

@@ -8,180 +8,29 @@ One task (`_run`) moves a consumer through these states; `pause`, `resume` and `
 wait. So a caller that is cancelled never cancels an AMQP call half way, which would close the channel and lose what
 was handed over.
 
-A session is one channel's life. Deliveries belong to it: once it is lost, the broker has them again, and settling
-them is a no-op. Tags are settled once, because a second ack of one tag (406) closes the channel and redelivers
-everything on it.
+RabbitMQ leaves one consumer deaf without a word. When a quorum queue is deleted and made again at once, the broker
+puts the old consumer on the new queue, and then drops what it delivers to it: as many messages as the old queue had
+delivered. They are not ready in the queue either, so nobody can see them. Only a new channel helps; so whoever makes
+a queue again, and a watchdog now and then, has its idle consumers move to one (`refresh`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any
 
 import structlog
-from aiormq.abc import DeliveredMessage
-from aiormq.channel import Channel
 from aiormq.exceptions import ChannelNotFoundEntity
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
-from coatcheck.broker.amqp_codec import count_deliveries, read_message
-from coatcheck.broker.amqp_link import (
-    DRIVER_ERRORS,
-    Link,
-    Uplink,
-    describe,
-    genuine,
-    is_channel_error,
-    reap,
-    spawn,
-    wait_first,
-)
-from coatcheck.broker.port import BrokerStats, Consumer, Delivery
+from coatcheck.broker.amqp_link import DRIVER_ERRORS, Link, Uplink, describe, genuine, is_channel_error
+from coatcheck.broker.amqp_session import OnDelivery, Session
+from coatcheck.broker.port import BrokerStats, Consumer
 from coatcheck.broker.settings import BrokerSettings
-from coatcheck.errors import BrokerUnavailable, UsageError
-from coatcheck.points import reach
+from coatcheck.broker.tasks import reap, spawn, wait_first
+from coatcheck.errors import BrokerUnavailable, CoatcheckError, UsageError
 
 log = structlog.get_logger(__name__)
-
-OnDelivery = Callable[[Delivery], None]
-
-
-class AmqpDelivery(Delivery):
-    """A delivery of one session."""
-
-    __slots__ = ("_is_settled", "_session", "_tag")
-
-    def __init__(self, delivered: DeliveredMessage, session: Session, *, queue: str) -> None:
-        super().__init__(
-            read_message(delivered, is_dead=queue.endswith(".dead")),
-            queue,
-            is_redelivered=bool(delivered.redelivered),
-            delivery_count=count_deliveries(delivered),
-        )
-        assert delivered.delivery_tag is not None
-        self._tag: int = delivered.delivery_tag
-        self._session = session
-        self._is_settled = False
-        session.add(self._tag)
-
-    def ack(self) -> None:
-        if not self._is_settled:
-            self._is_settled = True
-            self._session.settle(self._tag, is_ack=True)
-
-    def requeue(self) -> None:
-        if not self._is_settled:
-            self._is_settled = True
-            self._session.settle(self._tag, is_ack=False)
-
-    @property
-    def is_settled(self) -> bool:
-        return self._is_settled
-
-    @property
-    def is_lost(self) -> bool:
-        return self._session.lost.is_set()
-
-
-class Session:
-    """One channel's life: which tags are out, which are settled but not written yet."""
-
-    def __init__(self, link: Link, channel: Channel, stats: BrokerStats) -> None:
-        self.link = link
-        self.channel = channel
-        self.lost = asyncio.Event()
-        self.reason = ""
-        self._stats = stats
-        self._unacked: dict[int, None] = {}  # in order of delivery: tags only grow
-        self._acks: set[int] = set()
-        self._requeues: list[int] = []
-        self._is_dirty = asyncio.Event()
-        self._is_finishing = False
-        link.call_when_lost(self._lose_with_link)
-        channel.closing.add_done_callback(lambda closing: self.lose(_why(closing)))
-
-    @property
-    def unacked_count(self) -> int:
-        return len(self._unacked)
-
-    def lose(self, reason: str) -> None:
-        """The broker has everything unacked again; from here on settling does nothing."""
-        if not self.lost.is_set():
-            self.reason = reason
-            self.lost.set()
-            self.link.forget(self._lose_with_link)
-
-    def _lose_with_link(self) -> None:
-        self.lose(self.link.reason)
-
-    def add(self, tag: int) -> None:
-        self._unacked[tag] = None
-
-    def settle(self, tag: int, *, is_ack: bool) -> None:
-        if self.lost.is_set():
-            return
-        if is_ack:
-            self._acks.add(tag)
-        else:
-            self._requeues.append(tag)
-        self._is_dirty.set()
-
-    async def flush_forever(self) -> None:
-        """Write what was settled, once per turn of the event loop, until `finish`."""
-        while not self._is_finishing:
-            await self._is_dirty.wait()
-            await self.flush()
-
-    def finish(self) -> None:
-        """Let `flush_forever` write what there is and return."""
-        self._is_finishing = True
-        self._is_dirty.set()
-
-    async def flush(self) -> None:
-        """Write every ack and requeue given so far. A lost channel is not an error: the broker redelivers."""
-        self._is_dirty.clear()
-        requeues, self._requeues = self._requeues, []
-        with suppress(*DRIVER_ERRORS):
-            for tag in requeues:
-                del self._unacked[tag]
-                self._stats.requeued_count += 1
-                await self.channel.basic_nack(tag, requeue=True, wait=False)
-            await self._flush_acks()
-
-    async def _flush_acks(self) -> None:
-        """Write one `multiple` ack for the oldest deliveries as far as all are settled, and single acks for the rest.
-
-        A tag leaves the books before its ack is written, never after: a `multiple` only ever covers tags that are on
-        the books, so none is acked twice. A requeue that came in meanwhile is on the books too, and ends the run.
-        """
-        acks, self._acks = self._acks, set()
-        self._stats.acked_count += len(acks)
-        run = list(itertools.takewhile(acks.__contains__, self._unacked))
-        if len(run) > 1:
-            for tag in run:
-                del self._unacked[tag]
-            acks.difference_update(run)
-            self._stats.ack_frame_count += 1
-            await self.channel.basic_ack(run[-1], multiple=True, wait=False)
-        for tag in acks:
-            del self._unacked[tag]
-            self._stats.ack_frame_count += 1
-            await self.channel.basic_ack(tag, wait=False)
-        reach("acks_written")
-
-    async def flush_some(self, most: int) -> bool:
-        """Write up to so many acks, one by one, the oldest first. False: there were none left."""
-        some = sorted(self._acks)[:most]
-        self._acks.difference_update(some)
-        for tag in some:
-            del self._unacked[tag]
-            self._stats.acked_count += 1
-            self._stats.ack_frame_count += 1
-            await self.channel.basic_ack(tag, wait=False)
-        return bool(some)
 
 
 class AmqpConsumer(Consumer):
@@ -202,7 +51,6 @@ class AmqpConsumer(Consumer):
         self.queue = queue
         self.prefetch = prefetch
         self.session: Session | None = None
-        self.last_delivery_at_s = 0.0
         self._uplink = uplink
         self._on_delivery = on_delivery
         self._on_lost = on_lost
@@ -212,6 +60,8 @@ class AmqpConsumer(Consumer):
         self._rpc_s = settings.rpc_timeout.total_seconds()
         self._is_wanted = True
         self._is_stopping = False
+        self._is_refreshing = False
+        self._is_subscribing = False
         self._wish = asyncio.Event()
         self._state_changed = asyncio.Event()
         self._tag: str | None = None
@@ -227,6 +77,11 @@ class AmqpConsumer(Consumer):
     @property
     def is_stopped(self) -> bool:
         return self._task is not None and self._task.done()
+
+    @property
+    def last_delivery_at_s(self) -> float:
+        """When it heard something, or began to listen."""
+        return self.session.last_delivery_at_s if self.session is not None else 0.0
 
     @property
     def has_room(self) -> bool:
@@ -254,7 +109,7 @@ class AmqpConsumer(Consumer):
     async def pause(self) -> None:
         self._is_wanted = False
         self._wish.set()
-        await self._until(lambda: not self.is_consuming)
+        await self._until(lambda: not self.is_consuming and not self._is_subscribing)
 
     async def resume(self) -> None:
         self._is_wanted = True
@@ -264,7 +119,7 @@ class AmqpConsumer(Consumer):
     async def stop(self) -> None:
         self._is_stopping = True
         self._wish.set()
-        if self._task is not None and self.session is not None and not self.session.lost.is_set():
+        if self._task is not None and self._uplink.link is not None:
             # Bounded: cancel, acks and close are one answer each. After that the link is stuck, and the broker takes
             # all back.
             await asyncio.wait([self._task], timeout=3 * self._rpc_s)
@@ -274,6 +129,11 @@ class AmqpConsumer(Consumer):
         """Drop the channel and make another; what was unacked on it comes again."""
         if self.session is not None:
             self.session.lose(reason)
+
+    def refresh(self) -> None:
+        """Move to another channel as soon as nothing is held on this one. Nobody notices."""
+        self._is_refreshing = True
+        self._wish.set()
 
     async def _abandon(self) -> None:
         self._is_stopping = True
@@ -306,22 +166,32 @@ class AmqpConsumer(Consumer):
         finally:
             self._tag = None
             self._state_changed.set()
+            if self.session is not None:  # cut short: what the broker sent us is not to stay with us
+                self._discard(self.session)
 
     async def _open(self) -> Session | None:
         """Open a channel and, if wanted, consume. None: not this time."""
         link = await self._uplink.get()
         session: Session | None = None
+        self._is_refreshing = False
         try:
-            session = self.session = Session(link, await link.channel(timeout_s=self._rpc_s), self._stats)
+            channel = await link.channel(timeout_s=self._rpc_s)
+            session = Session(
+                link, channel, self.queue, self._stats, on_delivery=self._on_delivery, on_idle=self._on_idle
+            )
+            self.session = session
             session.channel.on_consumer_cancel_callbacks.add(lambda _: self.rebuild("cancelled by the broker"))
             await genuine(session.channel.basic_qos(prefetch_count=self.prefetch, timeout=self._rpc_s))
             if self._is_wanted:
                 await self._consume(session)
         except (*DRIVER_ERRORS, ValueError) as exc:  # ValueError: a name the driver refuses
             await self._on_open_failed(link, exc)
-            if session is not None and session.unacked_count:
+            if session is not None:
+                has_unacked = session.unacked_count
                 session.lose(describe(exc))
-                self._tell_lost(session)
+                self._discard(session)
+                if has_unacked:
+                    self._tell_lost(session)
             return None
         return session
 
@@ -339,52 +209,78 @@ class AmqpConsumer(Consumer):
     async def _try_ensure_queue(self) -> bool:
         try:
             return await self._ensure_queue(self.queue)
-        except BrokerUnavailable:
+        except CoatcheckError as exc:  # away, or we may not, or somebody made it otherwise; it may be put right
+            log.warning("queue_not_declared", queue=self.queue, error=str(exc))
             return False
 
     async def _live(self, session: Session) -> None:
-        """Serve one session until it is lost or we stop, then leave it."""
-        flusher = spawn(session.flush_forever(), f"broker-acks-{self.queue}")
-        try:
-            while not session.lost.is_set() and not self._is_stopping:
-                self._wish.clear()
-                await self._follow_wish(session)
-                self._state_changed.set()
-                await wait_first(self._wish, session.lost)
-            await self._part(session, flusher)
-        finally:
-            await reap(flusher)
+        """Serve one session until it is lost, or we stop, or move on to another; then leave it."""
+        while not session.lost.is_set() and not self._is_stopping:
+            self._wish.clear()
+            if await self._move_out(session):
+                return
+            await self._follow_wish(session)
+            self._state_changed.set()
+            await wait_first(self._wish, session.lost)
+        await self._part(session)
+
+    async def _move_out(self, session: Session) -> bool:
+        """Leave a session for the next one, if that was asked for and nothing is held on it, nor came at last."""
+        if not self._is_refreshing or session.unacked_count:
+            return False
+        await self._cancel(session)
+        if session.lost.is_set() or session.unacked_count > 0:
+            return False
+        await self._close(session, "refreshed")
+        return True
+
+    def _on_idle(self) -> None:
+        if self._is_refreshing:
+            self._wish.set()
 
     async def _follow_wish(self, session: Session) -> None:
-        try:
-            if self._is_wanted and self._tag is None:
+        if not self._is_wanted and self._tag is not None:
+            await self._cancel(session)
+        elif self._is_wanted and self._tag is None:
+            try:
                 await self._consume(session)
-            elif not self._is_wanted and self._tag is not None:
+            except DRIVER_ERRORS as exc:
+                session.lose(describe(exc))
+
+    async def _cancel(self, session: Session) -> None:
+        """End deliveries; what was handed over stays ours."""
+        try:
+            if self._tag is not None:
                 await genuine(session.channel.basic_cancel(self._tag, timeout=self._rpc_s))
-                self._tag = None
         except DRIVER_ERRORS as exc:
             session.lose(describe(exc))
+        self._tag = None
+        self._state_changed.set()
 
-    async def _part(self, session: Session, flusher: asyncio.Task[None]) -> None:
+    async def _part(self, session: Session) -> None:
         """Leave a session.
 
         Stopping: deliveries end first, then acks are written, then the channel gives the rest back.
         """
-        is_lost = session.lost.is_set()
-        if is_lost:
+        if session.lost.is_set():
             self._tag = None
             self._state_changed.set()
             self._tell_lost(session)
         else:
-            self._is_wanted = False
-            await self._follow_wish(session)
-            session.finish()
-            await asyncio.wait([flusher], timeout=self._rpc_s)
-            session.lose("stopped")
+            await self._cancel(session)
         # Also when it is only deaf, or cancelled by the broker: then the channel is open, and closing it is what
         # releases its unacked deliveries.
-        with suppress(*DRIVER_ERRORS):
-            await genuine(session.channel.close(timeout=self._rpc_s))
+        await self._close(session, "stopped")
+
+    async def _close(self, session: Session, why: str) -> None:
+        session.flush()
+        session.lose(why)
+        await session.link.close_channel(session.channel, timeout_s=self._rpc_s)
+
+    def _discard(self, session: Session) -> None:
+        session.lose("abandoned")
+        if not session.channel.is_closed:
+            session.link.begin_closing(session.channel, timeout_s=self._rpc_s)
 
     def _tell_lost(self, session: Session) -> None:
         self._stats.consumer_lost_count += 1
@@ -395,35 +291,17 @@ class AmqpConsumer(Consumer):
             except Exception:
                 log.exception("on_lost_failed", queue=self.queue)
 
-    # --- deliveries ---
-
     async def _consume(self, session: Session) -> None:
-        async def on_message(delivered: DeliveredMessage) -> None:
-            self._deliver(delivered, session)
-
-        self.last_delivery_at_s = asyncio.get_running_loop().time()
-        consuming = session.channel.basic_consume(self.queue, on_message, timeout=self._rpc_s)
-        self._tag = (await genuine(consuming)).consumer_tag
+        session.last_delivery_at_s = asyncio.get_running_loop().time()
+        self._is_subscribing = True
+        try:
+            consuming = session.channel.basic_consume(self.queue, _never, timeout=self._rpc_s)
+            self._tag = (await genuine(consuming)).consumer_tag
+        finally:
+            self._is_subscribing = False
+            self._state_changed.set()
         self._failure = None
 
-    def _deliver(self, delivered: DeliveredMessage, session: Session) -> None:
-        if session.lost.is_set():
-            return
-        delivery = AmqpDelivery(delivered, session, queue=self.queue)
-        self.last_delivery_at_s = asyncio.get_running_loop().time()
-        self._stats.delivered_count += 1
-        self._stats.redelivered_count += delivery.is_redelivered
-        try:
-            self._on_delivery(delivery)
-        except Exception:
-            # A bug in the receiver. Handing it back costs a delivery each time, so the queue's limit ends the loop in
-            # the dead-letter queue, where somebody looks.
-            log.exception("on_delivery_failed", queue=self.queue)
-            delivery.requeue()
 
-
-def _why(closing: asyncio.Future[Any]) -> str:
-    if closing.cancelled():
-        return "closed"
-    error = closing.exception()
-    return describe(error) if error else "closed"
+async def _never(_: object) -> None:
+    """What the driver would call; but messages do not go its way."""

@@ -1,11 +1,8 @@
-"""Publishing: a batch goes out on one confirm channel, pipelined, and every message learns its own fate.
+"""Publishing: a batch goes out as one buffer on a confirm channel, and every message learns its own fate.
 
 Each message ends in one of four ways: confirmed (ROUTED), returned and confirmed (NO_ROUTE), refused (nack), or
 unknown because the connection went away or the time was over. Unknown ones are sent again while time is left, on the
 next connection: a duplicate is harmless by design, a loss is not.
-
-The driver matches a returned message to its publish by message_id. Two in flight on one channel with the same id
-would get each other's fate, so the second waits until the first is settled.
 """
 
 from __future__ import annotations
@@ -13,30 +10,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import structlog
-from aiormq.channel import Channel
-from aiormq.exceptions import ChannelNotFoundEntity, ConnectionInternalError, DeliveryError, PublishError
+from aiormq.exceptions import ConnectionInternalError, DeliveryError
 
-from coatcheck.broker.amqp_codec import make_properties
-from coatcheck.broker.amqp_link import (
-    DRIVER_ERRORS,
-    Link,
-    Uplink,
-    describe,
-    genuine,
-    is_channel_error,
-    reap,
-    wait_first,
-)
+from coatcheck.broker.amqp_lane import Attempt, Lane
+from coatcheck.broker.amqp_link import DRIVER_ERRORS, Link, Uplink, describe, is_channel_error
 from coatcheck.broker.headers import REASON
 from coatcheck.broker.port import BrokerStats, Outgoing, Routing
 from coatcheck.broker.settings import BrokerSettings
-from coatcheck.broker.topology import REPLY_PSEUDO_QUEUE
+from coatcheck.broker.tasks import reap, wait_first
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, OversizedMessage
-from coatcheck.points import reach
 
 log = structlog.get_logger(__name__)
 
@@ -44,21 +30,6 @@ _PROCESS = uuid.uuid4().hex
 _COUNT = itertools.count(1)
 _MAX_NAME_BYTES = 255
 _RETRY_PAUSE_S = 0.05
-
-
-@dataclass(slots=True)
-class _Lane:
-    """A confirm channel and what is in flight on it."""
-
-    link: Link
-    channel: Channel
-    sending: set[asyncio.Task[Routing]] = field(default_factory=set)
-    latest: dict[str, asyncio.Task[Routing]] = field(default_factory=dict)
-    """The last send of each message_id that is in flight."""
-
-    def cancel_all(self) -> None:
-        for task in self.sending:
-            task.cancel()
 
 
 class Publisher:
@@ -70,7 +41,7 @@ class Publisher:
         self._stats = stats
         # By exchange. Each broadcast has a channel of its own: publishing to an exchange that does not exist closes the
         # channel, and with it everything in flight there.
-        self._lanes: dict[str, asyncio.Task[_Lane]] = {}
+        self._lanes: dict[str, asyncio.Task[Lane]] = {}
 
     @staticmethod
     def new_id() -> str:
@@ -91,12 +62,9 @@ class Publisher:
         return done
 
     async def stop(self) -> None:
-        """Give up what is still in flight."""
+        """Give up what is still being opened; what is in flight goes with the link."""
         lanes, self._lanes = self._lanes, {}
         for opening in lanes.values():
-            if opening.done() and not opening.cancelled() and opening.exception() is None:
-                for sending in tuple(opening.result().sending):
-                    await reap(sending)
             await reap(opening)
 
     async def _attempt(
@@ -110,19 +78,24 @@ class Publisher:
         except DRIVER_ERRORS as exc:
             await self._pause_or_fail(exc, deadline)
             return
-        sending = [self._send(lanes[_exchange(batch[index])], batch[index]) for index in missing]
-        left_s = deadline - asyncio.get_running_loop().time()
-        await asyncio.wait(sending, timeout=max(0.0, left_s))
+        attempt = Attempt(len(missing))
+        for exchange, lane in lanes.items():
+            lane.send(
+                [
+                    (place, outgoing, outgoing.message.message_id or self.new_id())
+                    for place, outgoing in enumerate(batch[index] for index in missing)
+                    if _exchange(outgoing) == exchange
+                ],
+                attempt,
+            )
+        if not await attempt.finish(deadline):
+            self._give_up(link, len(missing), lanes.values())
         failures: list[BaseException] = []
-        for index, task in zip(missing, sending, strict=True):
-            if not task.done():
-                self._give_up(link, len(missing))
-            elif task.cancelled():
-                failures.append(link.error or ConnectionError(f"the connection was lost: {link.reason}"))
-            elif (failure := task.exception()) is not None:
-                failures.append(failure)
+        for index, fate in zip(missing, attempt.fates, strict=True):
+            if isinstance(fate, BaseException):
+                failures.append(fate)
             else:
-                routings[index] = task.result()
+                routings[index] = fate
         if failures:
             await self._pause_or_fail(failures[0], deadline)
 
@@ -140,7 +113,7 @@ class Publisher:
         return link
 
     async def _pause_or_fail(self, exc: BaseException, deadline: float) -> None:
-        if isinstance(exc, TypeError | ValueError) and not isinstance(exc, OSError):
+        if isinstance(exc, ValueError) and not isinstance(exc, OSError):
             raise MalformedMessage("unencodable", f"AMQP cannot carry it: {exc}") from exc
         is_over = asyncio.get_running_loop().time() + _RETRY_PAUSE_S >= deadline
         # A channel closed for cause, a nack, a server that crashed over a message: the next attempt would end alike.
@@ -150,10 +123,12 @@ class Publisher:
             raise exc
         await asyncio.sleep(_RETRY_PAUSE_S)
 
-    def _give_up(self, link: Link, count: int) -> None:
+    def _give_up(self, link: Link, count: int, lanes: Iterable[Lane] = ()) -> NoReturn:
         # Blocked: the broker will read what it has from us when it can; the sends stay in flight, so that a late return
-        # finds its own message. Otherwise the connection is stuck, and dropping it is the quickest way to a good one.
-        if link.unblocked.is_set():
+        # finds its own message. Confirming others: it is slow, and a new connection would not make it faster. Otherwise
+        # the connection is stuck, and dropping it is the quickest way to a good one.
+        silent_s = self._settings.publish_timeout.total_seconds() / 2
+        if link.unblocked.is_set() and all(lane.is_stuck(silent_s) for lane in lanes):
             link.abort("publishes were not confirmed in time")
         raise self._unavailable(f"not all of {count} messages were confirmed in time")
 
@@ -168,56 +143,13 @@ class Publisher:
                 "oversized", f"body of {size} bytes to {outgoing.to!r}; max_body is {self._settings.max_body}"
             )
 
-    # --- one message ---
-
-    def _send(self, lane: _Lane, outgoing: Outgoing) -> asyncio.Task[Routing]:
-        message_id = outgoing.message.message_id or self.new_id()
-        # The task outlives a caller that is cancelled or out of time: the message is on the wire, and the driver needs
-        # somebody to hear its fate.
-        task = asyncio.create_task(self._transfer(lane, outgoing, message_id, before=lane.latest.get(message_id)))
-        lane.latest[message_id] = task
-        lane.sending.add(task)
-        task.add_done_callback(lambda done: _forget(lane, message_id, done))
-        return task
-
-    async def _transfer(
-        self, lane: _Lane, outgoing: Outgoing, message_id: str, *, before: asyncio.Task[Routing] | None
-    ) -> Routing:
-        if before is not None:
-            await asyncio.wait([before])
-        return await self._transfer_on(lane.channel, outgoing, message_id)
-
-    async def _transfer_on(self, channel: Channel, outgoing: Outgoing, message_id: str) -> Routing:
-        is_broadcast = outgoing.is_broadcast
-        # With `mandatory`, a direct reply-to is both delivered and returned: it looks lost though it arrived.
-        is_mandatory = not is_broadcast and not outgoing.to.startswith(REPLY_PSEUDO_QUEUE)
-        try:
-            await genuine(
-                channel.basic_publish(
-                    outgoing.message.body,
-                    exchange=_exchange(outgoing),
-                    routing_key="" if is_broadcast else outgoing.to,
-                    properties=make_properties(outgoing.message, message_id),
-                    mandatory=is_mandatory,
-                    wait=False,
-                )
-            )
-        except PublishError:
-            return Routing.NO_ROUTE
-        except ChannelNotFoundEntity:
-            if is_broadcast:
-                return Routing.NO_ROUTE
-            raise
-        reach("message_confirmed")
-        return Routing.ROUTED
-
     # --- lanes ---
 
-    async def _get_lane(self, link: Link, exchange: str, *, deadline: float) -> _Lane:
+    async def _get_lane(self, link: Link, exchange: str, *, deadline: float) -> Lane:
         opening = self._lanes.get(exchange)
         if opening is None or not _is_usable(opening, link):
             # In a task of its own: a cancelled open would close the channel under the others who wait for it.
-            opening = asyncio.create_task(self._open_lane(link))
+            opening = asyncio.create_task(self._open_lane(link, exchange))
             self._lanes[exchange] = opening
         if not opening.done():
             await asyncio.wait([opening], timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
@@ -227,28 +159,18 @@ class Publisher:
             raise ConnectionError("the publisher was stopped")
         return opening.result()
 
-    async def _open_lane(self, link: Link) -> _Lane:
-        lane = _Lane(link, await link.channel(confirms=True, timeout_s=self._settings.rpc_timeout.total_seconds()))
-        # A send may hang in the driver's write queue, which nobody reads any more once the link is lost.
-        link.call_when_lost(lane.cancel_all)
-        return lane
+    async def _open_lane(self, link: Link, exchange: str) -> Lane:
+        channel = await link.channel(confirms=True, timeout_s=self._settings.rpc_timeout.total_seconds())
+        return Lane(link, channel, exchange)
 
 
-def _forget(lane: _Lane, message_id: str, task: asyncio.Task[Routing]) -> None:
-    lane.sending.discard(task)
-    if lane.latest.get(message_id) is task:
-        del lane.latest[message_id]
-    if not task.cancelled():
-        task.exception()  # its caller may be gone; asyncio would complain that nobody looked
-
-
-def _is_usable(opening: asyncio.Task[_Lane], link: Link) -> bool:
+def _is_usable(opening: asyncio.Task[Lane], link: Link) -> bool:
     if not opening.done():
         return not link.lost.is_set()
     if opening.cancelled() or opening.exception() is not None:
         return False
     lane = opening.result()
-    return lane.link is link and not lane.channel.is_closed
+    return lane.link is link and not lane.is_lost
 
 
 def _exchange(outgoing: Outgoing) -> str:

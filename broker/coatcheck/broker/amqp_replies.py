@@ -15,8 +15,8 @@ import structlog
 from aiormq.exceptions import ConnectionInternalError
 
 from coatcheck.broker.amqp_address import AmqpAddress
-from coatcheck.broker.amqp_codec import make_properties
-from coatcheck.broker.amqp_link import Link, Uplink, genuine, translating
+from coatcheck.broker.amqp_lane import Attempt, Lane
+from coatcheck.broker.amqp_link import Link, Uplink, translating
 from coatcheck.broker.amqp_publisher import Publisher
 from coatcheck.broker.port import BrokerStats, Outgoing, Routing
 from coatcheck.broker.settings import BrokerSettings
@@ -64,13 +64,16 @@ class DirectReplies:
             link = await Link.open(self._address, self._settings, role="probe", stats=self._stats)
             try:
                 channel = await link.channel(confirms=True, timeout_s=timeout_s)
+                attempt = Attempt(1)
                 message_id = outgoing.message.message_id or Publisher.new_id()
-                properties = make_properties(outgoing.message, message_id)
-                body = outgoing.message.body
-                await genuine(channel.basic_publish(body, routing_key=outgoing.to, properties=properties, wait=False))
-            except ConnectionInternalError:
-                log.warning("reply_address_refused", reply_to=outgoing.to[:64])
-                return Routing.NO_ROUTE
+                Lane(link, channel, "").send([(0, outgoing, message_id)], attempt)
+                await attempt.finish(asyncio.get_running_loop().time() + timeout_s)
             finally:
                 await link.close()
+            fate = attempt.fates[0]
+            if isinstance(fate, ConnectionInternalError):
+                log.warning("reply_address_refused", reply_to=outgoing.to[:64])
+                return Routing.NO_ROUTE
+            if isinstance(fate, BaseException):
+                raise fate
         return Routing.ROUTED

@@ -12,11 +12,18 @@ from coatcheck.errors import InvalidSettings
 
 def find_risk(url: str) -> str | None:
     """Say what somebody between us and this broker could do, and the remedy. None: nothing. Raises InvalidSettings."""
-    if urlsplit(url).scheme not in {"amqp", "amqps"}:
-        return None
-    from coatcheck.broker.amqp_address import AmqpAddress
+    match urlsplit(url).scheme:
+        case "amqp" | "amqps":
+            from coatcheck.broker.amqp_address import AmqpAddress
 
-    return AmqpAddress.parse(url).risk
+            return AmqpAddress.parse(url).risk
+        case "pg":
+            from coatcheck.broker.postgres.address import STORES_OWN, PostgresAddress
+
+            # The store's own address is looked at where the store's is.
+            return None if url == STORES_OWN else PostgresAddress.parse(url).risk
+        case _:
+            return None
 
 
 def connect(url: str, **settings: Any) -> Broker:
@@ -28,9 +35,15 @@ def connect(url: str, **settings: Any) -> Broker:
             from coatcheck.broker.amqp import AmqpBroker
 
             return AmqpBroker(url, checked)
+        case "pg":
+            from coatcheck.broker.postgres import PostgresBroker
+
+            return PostgresBroker(url, checked)
         case "memory":
             from coatcheck.broker.memory import MemoryBroker
 
             return MemoryBroker(url, checked)
         case _:
-            raise InvalidSettings(f"broker URL has the scheme {scheme!r}; known are amqp://, amqps:// and memory://")
+            raise InvalidSettings(
+                f"broker URL has the scheme {scheme!r}; known are amqp://, amqps://, pg:// and memory://"
+            )

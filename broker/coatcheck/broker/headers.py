@@ -81,7 +81,7 @@ class Head:
         self.limits = limits
         broken = message.headers.get(BROKEN)
         if broken is not None:
-            raise MalformedMessage("bad_properties", str(broken)[:_MAX_DETAIL])
+            raise MalformedMessage("bad_properties", str(broken)[:_MAX_DETAIL] or "said to be broken")
         version = message.headers.get(CONTRACT)
         if version is not None and (isinstance(version, bool) or str(version) != str(VERSION)):
             raise MalformedMessage("wrong_version", f"{CONTRACT} {str(version)[:64]!r}; this is version {VERSION}")

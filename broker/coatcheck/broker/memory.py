@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
@@ -67,10 +68,17 @@ class MemoryServer:
         names = self.fanouts.get(outgoing.to, set()) if outgoing.is_broadcast else {outgoing.to}
         found = [self.queues[name] for name in names if name in self.queues]
         for queue in found:
-            queue.ready.append(_Entry(outgoing.message))
-            self.dispatch(queue)
+            if outgoing.delay is None:
+                self._put(queue, outgoing.message)
+            else:
+                delay_s = outgoing.delay.total_seconds()
+                asyncio.get_running_loop().call_later(delay_s, self._put, queue, outgoing.message)
         is_known = bool(found) or (outgoing.is_broadcast and outgoing.to in self.fanouts)
         return Routing.ROUTED if is_known else Routing.NO_ROUTE
+
+    def _put(self, queue: _Queue, message: Message) -> None:
+        queue.ready.append(_Entry(message))
+        self.dispatch(queue)
 
     def give_back(self, queue: _Queue, entry: _Entry) -> None:
         """Put an entry back in front, or into the dead queue if it was handed out too often."""
@@ -208,6 +216,7 @@ class MemoryConsumer(_Holder, Consumer):
         self._on_delivery = on_delivery
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
         self._is_wanted = True
         self._is_stopped = False
 
@@ -217,7 +226,8 @@ class MemoryConsumer(_Holder, Consumer):
 
     def push(self, entry: _Entry) -> None:
         delivery = self.take(entry)
-        self._loop.call_soon_threadsafe(self._hand_over, delivery)
+        # In the consumer's own context: a network carries nothing of whoever published.
+        self._loop.call_soon_threadsafe(self._hand_over, delivery, context=self._context)
 
     def _hand_over(self, delivery: MemoryDelivery) -> None:
         if delivery.is_lost:

@@ -13,12 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeAlias
 
-from coatcheck.broker.topology import SWEEPER_QUEUE
+from coatcheck.broker.topology import SWEEPER_QUEUE, Names
 
 HeaderValue: TypeAlias = str | int | float | bool | bytes | datetime | list[Any] | dict[str, Any] | None
 
@@ -48,11 +48,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message and where it goes: a queue, or with `is_broadcast` every replica queue of a service."""
+    """A message and where it goes: a queue, or with `is_broadcast` every replica queue of a service.
+
+    With a `delay` it is delivered that much later, where the broker can: RabbitMQ cannot, and raises `UsageError`.
+    """
 
     to: str
     message: Message
     is_broadcast: bool = False
+    delay: timedelta | None = None
 
 
 class Routing(StrEnum):
@@ -225,6 +229,11 @@ class Broker(ABC):
     @abstractmethod
     async def delete_queue(self, queue: str) -> None:
         """Delete `queue` with what is in it. For tools and tests; repeating it is safe."""
+
+    async def delete_service(self, service: str) -> None:
+        """Delete what `declare_service` made, with what is in it. For tools and tests; repeating it is safe."""
+        for queue in Names(service).queues:
+            await self.delete_queue(queue)
 
     async def __aenter__(self) -> Self:
         await self.start()
