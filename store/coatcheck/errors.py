@@ -12,6 +12,8 @@ CoatcheckError
 │   └── Unauthorized          (raised by an app's `identify`: the requester is told)
 ├── UsageError                the programmer fixes it, before the first message
 │   ├── InvalidSettings
+│   ├── NobodyThere           (no such service, or no server: it may not have been started yet)
+│   ├── EmbeddedUnavailable   (the Postgres we run ourselves does not start: the text says why)
 │   ├── UnknownHandler
 │   ├── InvalidArguments
 │   └── JournalMismatch
@@ -92,6 +94,14 @@ class UsageError(CoatcheckError):
 
 class InvalidSettings(UsageError):
     """A setting that cannot hold: the text names the field, the value and the limit."""
+
+
+class NobodyThere(UsageError):
+    """What was asked for runs nowhere: no such service on this broker, no server at this place."""
+
+
+class EmbeddedUnavailable(UsageError):
+    """The embedded Postgres cannot run here. The text says why, and what to do."""
 
 
 class UnknownHandler(UsageError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from coatcheck.errors import InvalidSettings
@@ -36,6 +36,10 @@ class Options:
     ca: str
     cert: str
     key: str
+
+
+POSTGRES_OPTIONS = Options(ca="sslrootcert", cert="sslcert", key="sslkey")
+SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 
 
 def make_context(
@@ -70,6 +74,26 @@ def make_context(
                 f"{files}: {_reason(error)}; they must be a certificate and its unencrypted key, as PEM"
             ) from None
     return context
+
+
+def postgres_ssl(mode: str, files: Mapping[str, str], *, what: str) -> ssl.SSLContext | str:
+    """Give what asyncpg takes for `sslmode` and its files. As libpq has it: `require` verifies the CA if one is named,
+    `verify-full` the name too. `what` is how a complaint calls the address. Raises InvalidSettings.
+    """
+    if mode not in SSL_MODES:
+        raise InvalidSettings(f"sslmode in the {what} must be one of {', '.join(SSL_MODES)}")
+    if mode in ("disable", "allow", "prefer"):
+        if files:
+            raise InvalidSettings(f"{', '.join(files)} in the {what}: TLS is not sure with sslmode={mode}")
+        return mode
+    return make_context(
+        POSTGRES_OPTIONS,
+        ca=files.get(POSTGRES_OPTIONS.ca),
+        cert=files.get(POSTGRES_OPTIONS.cert),
+        key=files.get(POSTGRES_OPTIONS.key),
+        verifies=mode != "require" or POSTGRES_OPTIONS.ca in files,
+        checks_name=mode == "verify-full",
+    )
 
 
 def explain(error: BaseException, options: Options) -> str | None:

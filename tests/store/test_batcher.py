@@ -45,9 +45,9 @@ def batcher(commits: Commits) -> Batcher[int, int]:
 async def submit_while_busy(batcher, commits, *items):
     """Submit the first item, and the rest while its commit is in flight."""
     commits.gate.clear()
-    first = asyncio.create_task(batcher.submit(items[0]))
+    first = batcher.submit(items[0])
     await commits.begun.wait()
-    rest = [asyncio.create_task(batcher.submit(item)) for item in items[1:]]
+    rest = [batcher.submit(item) for item in items[1:]]
     await asyncio.sleep(0)
     commits.gate.set()
     return await asyncio.gather(first, *rest, return_exceptions=True)
@@ -185,7 +185,7 @@ async def test_lanes_of_several_batchers_share_their_width(commits):
 
 async def test_cancelled_caller_leaves_and_its_item_is_committed_all_the_same(batcher, commits):
     commits.gate.clear()
-    caller = asyncio.create_task(batcher.submit(1))
+    caller = batcher.submit(1)
     await commits.begun.wait()
 
     caller.cancel()
@@ -201,7 +201,7 @@ async def test_cancelled_caller_leaves_and_its_item_is_committed_all_the_same(ba
 async def test_cancelled_caller_of_a_batch_that_fails_bothers_nobody(batcher, commits):
     commits.outage = StoreUnavailable("away")
     commits.gate.clear()
-    caller = asyncio.create_task(batcher.submit(1))
+    caller = batcher.submit(1)
     await commits.begun.wait()
     caller.cancel()
 
@@ -215,7 +215,7 @@ async def test_cancelled_caller_of_a_batch_that_fails_bothers_nobody(batcher, co
 
 async def test_drain_waits_for_lanes_too(batcher, commits):
     commits.busy = {1: "row"}
-    submitted = asyncio.create_task(batcher.submit(1))
+    submitted = batcher.submit(1)
     await asyncio.sleep(0)
 
     await batcher.drain()

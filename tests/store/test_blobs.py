@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.store import Codec, CorruptBlob, decode, encode
-from coatcheck.store.blobs import COMPRESS_ABOVE_BYTES, MAX_UNPACKED_BYTES, canonical, pack, unpack
+from coatcheck.store.blobs import (
+    COMPRESS_ABOVE_BYTES,
+    MAX_UNPACKED_BYTES,
+    SHRINK_ABOVE_BYTES,
+    canonical,
+    pack,
+    shrink,
+    unpack,
+    unpacked_size,
+)
 
 PLAIN = st.recursive(
     st.none()
@@ -54,6 +63,25 @@ def test_body_that_does_not_shrink_is_stored_as_it_is():
     body = random.Random(1).randbytes(3 * COMPRESS_ABOVE_BYTES)
 
     assert body in pack(Codec.BYTES, body)
+
+
+@given(st.lists(st.tuples(st.sampled_from(Codec), st.binary(max_size=3 * SHRINK_ABOVE_BYTES))))
+def test_shrunk_blobs_read_as_before(bodies):
+    shrunk = shrink(pack(codec, body) for codec, body in bodies)
+
+    assert [unpack(blob) for blob in shrunk] == bodies
+    assert [unpacked_size(blob) for blob in shrunk] == [len(body) for _, body in bodies]
+
+
+def test_blob_is_shrunk_once_and_only_when_that_makes_it_smaller():
+    words, noise, large = b"the same words " * 60, random.Random(1).randbytes(1000), b"w" * (COMPRESS_ABOVE_BYTES + 1)
+    blobs = [pack(Codec.BYTES, body) for body in (words, noise, large, b"few words")]
+
+    shrunk = shrink(blobs)
+
+    assert len(shrunk[0]) < len(words) / 10
+    assert shrunk[1:] == blobs[1:]
+    assert shrink(shrunk) == shrunk
 
 
 @given(PLAIN, st.data())

@@ -243,7 +243,7 @@ async def test_cancelled_caller_leaves_no_connection_behind_and_its_transaction_
 async def test_cancelled_write_is_committed(store, bench):
     members = calls(1)
     task_id = await park(store, members)
-    caller = asyncio.create_task(store.claim(ok(members[0])))
+    caller = store.claim(ok(members[0]))
     await asyncio.sleep(0)
 
     caller.cancel()
@@ -274,7 +274,7 @@ async def test_closing_waits_for_transactions_whose_callers_have_left(store_url)
 
 
 async def _one(connection):
-    return (await connection.execute(text("SELECT 1"))).scalar()
+    return await connection.scalar(text("SELECT 1"))
 
 
 async def _hold(connection, release):

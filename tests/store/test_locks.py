@@ -60,7 +60,7 @@ class TestHeldRow:
         stuck_id = await park(store, stuck)
         await park(store, free)
         async with held(sql, stuck_id, updates=updates):
-            waiting = asyncio.create_task(store.claim(ok(stuck[0])))
+            waiting = store.claim(ok(stuck[0]))
             async with asyncio.timeout(SOON_S):
                 ruling = await store.claim(ok(free[0]))
             assert ruling.verdict is Verdict.GRANTED
@@ -135,7 +135,7 @@ async def test_many_held_rows_leave_connections_for_the_rest(store, sql):
     runs = await asyncio.gather(*(start(store) for _ in range(40)))
     async with sql.transaction():
         await sql.execute("SELECT FROM coatcheck.task FOR UPDATE")
-        waiting = [asyncio.create_task(store.claim(ok(one))) for one in members]
+        waiting = [store.claim(ok(one)) for one in members]
         waiting += [asyncio.create_task(store.put(put_of(task, done()))) for task in runs]
         await asyncio.sleep(0)
 
@@ -153,7 +153,7 @@ async def test_claim_waits_in_its_lane_for_a_call_that_a_sweeper_holds(store, sq
     await park(store, free)
     async with sql.transaction():
         await sql.execute("SELECT FROM coatcheck.call WHERE id = $1 FOR UPDATE", stuck[0].call_id)
-        waiting = asyncio.create_task(store.claim(ok(stuck[0])))
+        waiting = store.claim(ok(stuck[0]))
         async with asyncio.timeout(SOON_S):
             assert (await store.claim(ok(free[0]))).verdict is Verdict.GRANTED
         assert not waiting.done()
@@ -187,7 +187,7 @@ async def test_replies_that_want_the_same_held_row_share_one_transaction(store_u
     members = calls(50)
     task_id = await park(store, members)
     async with held(sql, task_id):
-        waiting = [asyncio.create_task(watched.claim(ok(one))) for one in members]
+        waiting = [watched.claim(ok(one)) for one in members]
         await waits_for_lock(sql)
 
     verdicts = [(await one).verdict for one in waiting]
@@ -256,7 +256,7 @@ async def test_reply_for_a_call_that_retention_takes_is_unknown(store, sql):
     async with sql.transaction():
         await sql.execute("DELETE FROM coatcheck.call WHERE task_id = $1", task_id)
         await sql.execute("DELETE FROM coatcheck.task WHERE id = $1", task_id)
-        waiting = asyncio.create_task(store.claim(ok(one)))
+        waiting = store.claim(ok(one))
         await waits_for_lock(sql)
 
     assert (await waiting).verdict is Verdict.UNKNOWN

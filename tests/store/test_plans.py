@@ -3,11 +3,13 @@
 import asyncio
 import re
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import asyncpg
 import pytest
-from sqlalchemy import event
+from sqlalchemy import TextClause
 from tests.store.bench import Bench
 from tests.store.kit import (
     all_of,
@@ -34,6 +36,7 @@ from tests.store.kit import (
 )
 
 from coatcheck.store import Store
+from coatcheck.store.connection import Connection, _compiled
 from coatcheck.store.rows import Request, Wake
 from coatcheck.store.sweeps import Renewal
 
@@ -41,7 +44,7 @@ AT_REST = """
     WITH parked AS (
         INSERT INTO coatcheck.task (id, service, version, state, epoch, checkpoint, digest, request, correlation_id,
                                     wait_calls, wait_groups, wait_needs)
-        SELECT gen_random_uuid(), 'svc', '1', 'parked', 1, 1, '', convert_to(repeat('x', 200), 'UTF8'), 'c-' || number,
+        SELECT gen_random_uuid(), 'svc', '1', 'parked', 1, 1, '', convert_to(repeat('x', 1000), 'UTF8'), 'c-' || number,
                ARRAY[gen_random_uuid(), gen_random_uuid(), gen_random_uuid(), gen_random_uuid()], '{1,1,1,1}', '{4}'
           FROM generate_series(1, 4000) AS number RETURNING id, wait_calls),
     recorded AS (
@@ -59,17 +62,18 @@ AT_REST = """
 
 
 @pytest.fixture
-async def statements(store: Store):
+def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple]]:
     """Everything the store executes, with its values."""
     found: list[tuple[str, tuple]] = []
-    engine = store._database._engine.sync_engine
+    execute = Connection.execute
 
-    def note(connection, cursor, statement, parameters, *_):
-        found.append((statement, parameters))
+    async def noting(connection: Connection, statement: TextClause, values: Mapping[str, Any] = {}):
+        sql, names = _compiled(statement)
+        found.append((sql, tuple(values[name] for name in names)))
+        return await execute(connection, statement, values)
 
-    event.listen(engine, "before_cursor_execute", note)
-    yield found
-    event.remove(engine, "before_cursor_execute", note)
+    monkeypatch.setattr(Connection, "execute", noting)
+    return found
 
 
 @pytest.mark.parametrize("is_analyzed", [True, False], ids=["analyzed", "fresh"])
@@ -95,6 +99,25 @@ async def test_hot_statements_use_indexes(store, sql, bench, statements, is_anal
     swept = [plan for statement, plan in plans.items() if "statement_timestamp()" in statement]
     assert len(swept) == 3
     assert all(re.search(r"Index Cond: \((look_at|due_at) <= statement_timestamp\(\)\)", plan) for plan in swept)
+
+
+async def test_next_due_time_is_read_off_the_ends_of_two_indexes(store, sql, statements):
+    await sql.execute(AT_REST)
+    await sql.execute("VACUUM (ANALYZE) coatcheck.task, coatcheck.call")
+
+    await store.next_look()
+
+    [(statement, values)] = statements
+    plan = await _plan(sql, statement, values)
+    found = re.findall(r"Limit .*\n +->  Index Only Scan using (\w+)", plan)
+    assert sorted(found) == ["call_look_at", "task_look_at"], plan
+
+
+async def test_parked_task_leaves_no_dead_row_behind(store, sql):
+    await park(store, calls(4), entries=(entry(),))
+
+    # The first version of a row lies where the table begins; an update would have moved it.
+    assert await sql.fetchval("SELECT ctid::text FROM coatcheck.task") == "(0,1)"
 
 
 async def _plan(sql: asyncpg.Connection, statement: str, values: tuple) -> str:

@@ -1,6 +1,7 @@
 """What the sweeper finds: nothing is looked at twice at once, nothing is lost, and only what is over goes."""
 
 import asyncio
+import itertools
 import uuid
 from datetime import timedelta
 
@@ -66,6 +67,29 @@ async def test_call_that_is_due_is_found_once_and_again_after_a_while(store, ben
     assert not second
     assert [peer.call_id for peer in third.due] == [one.call_id]
     assert first.oldest >= timedelta(seconds=1)
+
+
+async def test_what_nobody_takes_comes_up_ever_more_rarely(store, bench):
+    """A service that is down for a night finds some messages for each call, not thousands."""
+    (one,) = calls(1)
+    await park(store, [one])
+    running = await start(store)
+    await make_due(bench, one)
+    await end_lease(bench, running.task_id)
+
+    found = []
+    for minute in range(600):
+        looked = await look(store)
+        if looked:
+            found.append((minute, len(looked.due), len(looked.overdue)))
+        await minute_passes(bench)
+
+    assert {each[1:] for each in found} == {(1, 1)}
+    assert len(found) < 20
+    gaps = [after[0] - before[0] for before, after in itertools.pairwise(found)]
+    assert gaps[0] == 1
+    assert gaps[:5] == sorted(gaps[:5])
+    assert max(gaps) in (59, 60)  # never longer than an hour
 
 
 async def test_two_sweepers_share_what_is_due(store, other, bench):

@@ -68,18 +68,19 @@ class Batcher(Generic[In, Out]):
         self._lanes: dict[Hashable, deque[_Waiting[In, Out]]] = {}
         self._lane_tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, item: In) -> Out:
-        """Commit the item with whatever else is waiting. Cancelling the caller does not undo it."""
+    def submit(self, item: In) -> asyncio.Future[Out]:
+        """Commit the item with whatever else is waiting. Cancelling the future does not undo it."""
         waiting: _Waiting[In, Out] = _Waiting(item, asyncio.get_running_loop().create_future())
         self._pending.append(waiting)
         if self._flusher is None:
             self._flusher = asyncio.create_task(self._flush(), name=f"batcher:{self._name}")
-        return await waiting.future
+        return waiting.future
 
     async def drain(self) -> None:
         """Wait until everything submitted so far has been committed or has failed."""
-        while self._flusher is not None or self._lane_tasks:
-            await asyncio.wait([*self._lane_tasks, *([self._flusher] if self._flusher else [])])
+        # By whether they are done: a flusher that was cancelled before its first step has not signed off.
+        while running := [task for task in (*self._lane_tasks, self._flusher) if task is not None and not task.done()]:
+            await asyncio.wait(running)
 
     async def _flush(self) -> None:
         try:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coatcheck.store.batcher import Busy
+from coatcheck.store.connection import Connection
 from coatcheck.store.database import columns, rows
 from coatcheck.store.puts import RESEND_AFTER_S, close_leftovers
 from coatcheck.store.records import PEER_COLUMNS, lock_tasks, peer_of
@@ -51,7 +51,7 @@ CLOSED_CALLS = text(f"""
 """)
 
 
-async def cancel(connection: AsyncConnection, asks: Sequence[CancelAsk], waits: bool) -> Sequence[Ruling | Busy]:
+async def cancel(connection: Connection, asks: Sequence[CancelAsk], waits: bool) -> Sequence[Ruling | Busy]:
     """End unfinished tasks as cancelled. RECORDED: cancelled now; FINISHED: it had ended before; UNKNOWN: tombstone, or
     a task of another service, which is left alone.
     """
@@ -90,7 +90,7 @@ def _is_own(ask: CancelAsk, task: Task | None) -> bool:
     return task is not None and task.service == ask.service
 
 
-async def _bury(connection: AsyncConnection, asks: Mapping[TaskId, CancelAsk]) -> set[TaskId]:
+async def _bury(connection: Connection, asks: Mapping[TaskId, CancelAsk]) -> set[TaskId]:
     """Put a tombstone where there is no row."""
     items: list[dict[str, Any]] = [
         {"id": target, "service": ask.service, "value": ask.failure, "keep_s": ask.keep.total_seconds()}
@@ -100,7 +100,7 @@ async def _bury(connection: AsyncConnection, asks: Mapping[TaskId, CancelAsk]) -
 
 
 async def _end(
-    connection: AsyncConnection, ending: Mapping[TaskId, Task], asks: Mapping[TaskId, CancelAsk]
+    connection: Connection, ending: Mapping[TaskId, Task], asks: Mapping[TaskId, CancelAsk]
 ) -> dict[TaskId, list[Peer]]:
     """End these tasks, which are locked, as their first ask says. Gives the calls whose peers should hear of it."""
     cancels: dict[TaskId, list[Peer]] = defaultdict(list)
@@ -119,7 +119,7 @@ async def _end(
     return cancels
 
 
-async def _targets(connection: AsyncConnection, asks: Sequence[CancelAsk]) -> list[TaskId]:
+async def _targets(connection: Connection, asks: Sequence[CancelAsk]) -> list[TaskId]:
     """The row each ask means: its requester may know the task only by its own correlation id."""
     wanted = sorted({ask.correlation_id for ask in asks if ask.correlation_id})
     if not wanted:
@@ -130,9 +130,7 @@ async def _targets(connection: AsyncConnection, asks: Sequence[CancelAsk]) -> li
     return [found.get((ask.service, ask.correlation_id or ""), ask.task_id) for ask in asks]
 
 
-async def _find_peers_again(
-    connection: AsyncConnection, already: Sequence[Task], cancels: dict[TaskId, list[Peer]]
-) -> None:
+async def _find_peers_again(connection: Connection, already: Sequence[Task], cancels: dict[TaskId, list[Peer]]) -> None:
     """If we die between the commit and the cancels, the redelivered message sends them: they are read from the rows."""
     ids = sorted(task.task_id for task in already if task.state is TaskState.CANCELLED and not task.is_final_sent)
     if ids:

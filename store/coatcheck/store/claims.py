@@ -14,13 +14,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
-from sqlalchemy import Row, text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import text
 
 from coatcheck.store.batcher import Busy
-from coatcheck.store.births import REQUEST_TRIGGER, insert_births
+from coatcheck.store.births import REQUEST_TRIGGER, insert_births, running
+from coatcheck.store.connection import Connection, Row
 from coatcheck.store.database import columns, rows
 from coatcheck.store.records import Locked, addresses_json, load_histories, load_unsent, lock_tasks, to_json
 from coatcheck.store.rows import (
@@ -105,7 +104,7 @@ Rulings = dict[int, Ruling | Busy]
 
 
 async def claim(
-    connection: AsyncConnection, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta
+    connection: Connection, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta
 ) -> Sequence[Ruling | Busy]:
     """Apply replies, progress and timeouts; grant the tasks whose wait they end."""
     owners = {row.id: row.task_id for row in await rows(connection, TASKS_OF_CALLS, ids=_ids(arrivals))}
@@ -141,7 +140,7 @@ async def claim(
 
 
 async def resume(
-    connection: AsyncConnection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta
+    connection: Connection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta
 ) -> Sequence[Ruling | Busy]:
     """Grant tasks whose lease or retry time is over, if they still stand at the epoch the message names."""
     locked = await lock_tasks(connection, (one.task_id for one in wakes), waits=waits)
@@ -166,10 +165,11 @@ async def resume(
 
 
 async def accept(
-    connection: AsyncConnection, requests: Sequence[Request], waits: bool, *, lease: timedelta
+    connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
 ) -> Sequence[Ruling | Busy]:
     """Give each request its task: a new row is granted, an old one answers for itself."""
-    born = await insert_births(connection, [(one.birth, REQUEST_TRIGGER, 1, lease.total_seconds()) for one in requests])
+    standing = running(lease.total_seconds(), pickups=1)
+    born = await insert_births(connection, [(one.birth, standing) for one in requests])
     locked = await lock_tasks(connection, (one.birth.task_id for one in requests), waits=waits)
     batch, rulings = _Batch(), Rulings()
     joining: dict[TaskId, Task] = {}
@@ -196,7 +196,7 @@ def _is_foreign(arrived: Arrival | Wake, task: Task) -> bool:
     return arrived.service not in ("", task.service)
 
 
-def _judge(arrival: Arrival, call: Row[Any], *, is_closing: bool) -> Verdict:
+def _judge(arrival: Arrival, call: Row, *, is_closing: bool) -> Verdict:
     if is_closing:
         return Verdict.DUPLICATE
     if call.kind == Kind.SEND:
@@ -235,8 +235,8 @@ def _take_over(batch: _Batch, index: int, task: Task, *, trigger: str) -> None:
 
 
 async def _lock_calls(
-    connection: AsyncConnection, arrivals: Sequence[Arrival], locked: Locked, *, waits: bool
-) -> Iterable[Row[Any]]:
+    connection: Connection, arrivals: Sequence[Arrival], locked: Locked, *, waits: bool
+) -> Iterable[Row]:
     if not locked.tasks:
         return ()
     statement = LOCK_CALLS if waits else LOCK_FREE_CALLS
@@ -244,7 +244,7 @@ async def _lock_calls(
 
 
 async def _close(
-    connection: AsyncConnection, calls: dict[CallId, Row[Any]], closing: dict[CallId, tuple[int, Arrival, int]]
+    connection: Connection, calls: dict[CallId, Row], closing: dict[CallId, tuple[int, Arrival, int]]
 ) -> None:
     items = [
         {"id": call_id, "state": _end_state(arrival, calls[call_id]), "seq": seq, "value": arrival.value}
@@ -254,14 +254,14 @@ async def _close(
         await connection.execute(CLOSE, columns(items, *items[0]))
 
 
-def _end_state(arrival: Arrival, call: Row[Any]) -> CallState:
+def _end_state(arrival: Arrival, call: Row) -> CallState:
     """A timer that is due has simply rung."""
     assert arrival.state is not None
     return CallState.OK if call.kind == Kind.TIMER else arrival.state
 
 
 async def _wake(
-    connection: AsyncConnection, batch: _Batch, locked: Locked, closed: Collection[tuple[TaskId, int, CallId]]
+    connection: Connection, batch: _Batch, locked: Locked, closed: Collection[tuple[TaskId, int, CallId]]
 ) -> None:
     """Grant each parked task whose wait is over to the last of the replies that ended it."""
     last = {task_id: (index, str(call)) for task_id, index, call in closed}
@@ -272,7 +272,7 @@ async def _wake(
 
 
 async def _answer(
-    connection: AsyncConnection, batch: _Batch, locked: Locked, rulings: Rulings, lease: timedelta
+    connection: Connection, batch: _Batch, locked: Locked, rulings: Rulings, lease: timedelta
 ) -> Sequence[Ruling | Busy]:
     """Write the grants and sequence numbers, load what the granted runs need, and put the rulings in order."""
     recorded = {task_id: seq for task_id, seq in batch.seq.items() if task_id not in batch.grants}

@@ -14,23 +14,25 @@ What Postgres says becomes one of these; none of them carries a value that was w
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ssl import SSLContext
 from typing import Any, TypeVar
 
 import asyncpg
-from sqlalchemy import Row, TextClause
+from sqlalchemy import TextClause
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from coatcheck import tls
 from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
 from coatcheck.points import reach
+from coatcheck.store.connection import DRIVER_ERRORS, Connection, begin
 from coatcheck.store.in_flight import InFlight
 
 T = TypeVar("T")
@@ -45,11 +47,12 @@ SERVER_SETTINGS = {
 }
 _URL_OPTIONS = inspect.signature(asyncpg.connect).parameters.keys() | {"prepared_statement_cache_size"}
 # libpq's names, which every user of Postgres knows.
-TLS_OPTIONS = tls.Options(ca="sslrootcert", cert="sslcert", key="sslkey")
-_SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+TLS_OPTIONS = tls.POSTGRES_OPTIONS
 _SHAPE = "write postgresql://user:password@host:5432/database, with %40 for an @ and %2F for a / in the password"
 CONNECT_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 35.0
+# A loop and not tenacity, whose objects for one call cost a tenth of a small transaction.
+COLLISION_PAUSES_S = (0.01, 0.02, 0.04, 0.08)
 
 # Another transaction was in the way: the same one may pass at once.
 _COLLISIONS = frozenset({"40001", "40P01"})
@@ -110,30 +113,37 @@ class Database:
         await self._in_flight.drain()
         await self._engine.dispose()
 
-    async def transact(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+    async def transact(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         """Run `work` in one transaction and commit. Repeats it after a collision. Raises StoreUnavailable when Postgres
         is away, and then the commit may or may not have happened: ask again, with a lock. Raises Rejected if the values
         of a write cannot be stored.
         """
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(Collision),
-            stop=stop_after_attempt(5),
-            wait=wait_random_exponential(multiplier=0.01, max=0.5),
-            reraise=True,
-        )
-        return await self._in_flight.shield(retrying(self._once, work))
+        return await self._in_flight.shield(self._try(work))
 
-    async def _once(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+    async def _try(self, work: Callable[[Connection], Awaitable[T]]) -> T:
+        for longest_s in COLLISION_PAUSES_S:
+            try:
+                return await self._once(work)
+            except Collision:
+                await asyncio.sleep(random.uniform(0.0, longest_s))
+        return await self._once(work)
+
+    async def _once(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         is_committing = False
         try:
-            async with self._engine.connect() as connection:
-                result = await work(connection)
-                reach("before_commit")
-                is_committing = True
-                await connection.commit()
+            async with self._engine.connect() as pooled:
+                connection = await begin(pooled)
+                try:
+                    result = await work(connection)
+                    reach("before_commit")
+                    is_committing = True
+                    await connection.commit()
+                except BaseException as error:
+                    await connection.abandon(error)
+                    raise
                 reach("after_commit")
                 return result
-        except DBAPIError as error:
+        except (DBAPIError, *DRIVER_ERRORS) as error:
             translated = _in_doubt(self._translated(error), is_committing)
             if translated is error:
                 raise
@@ -151,18 +161,19 @@ class Database:
             outage = StoreUnavailable(f"Postgres at {self.place} cannot be reached: {reason}")
             raise _in_doubt(outage, is_committing) from error
 
-    def _translated(self, error: DBAPIError) -> Exception:
-        state = getattr(error.orig, "sqlstate", None) or ""
-        reason = str(error.orig).partition("\n")[0] or type(error.orig).__name__
-        if state in _COLLISIONS:
+    def _translated(self, error: Exception) -> Exception:
+        cause = _driver_error(error)
+        state = getattr(cause, "sqlstate", None) or ""
+        reason = str(cause).partition("\n")[0] or type(cause).__name__
+        if state in _COLLISIONS or isinstance(cause, asyncpg.InvalidCachedStatementError):
             return Collision(f"Postgres sent a transaction back ({state}): {reason}")
         if state == _LOCK_TIMEOUT:
             return LockTimeout(f"a row stayed locked for {SERVER_SETTINGS['lock_timeout']} ({state})")
         if state in _REMEDIES:
             return StoreNotReady(f"Postgres at {self.place} is not ready ({state}): {reason}; {_REMEDIES[state]}")
-        if state.startswith(_REJECTION_CLASSES):
-            return Rejected(f"Postgres refused the values of a write ({state}): {_rejection(error.orig)}")
-        if not state or error.connection_invalidated or state in _OUTAGES or state.startswith(_OUTAGE_CLASSES):
+        if state.startswith(_REJECTION_CLASSES) or isinstance(cause, asyncpg.DataError):
+            return Rejected(f"Postgres refused the values of a write ({state or 'driver'}): {_rejection(cause)}")
+        if not state or state in _OUTAGES or state.startswith(_OUTAGE_CLASSES):
             return StoreUnavailable(f"Postgres did not finish a transaction ({state or 'connection lost'}): {reason}")
         return error
 
@@ -172,11 +183,16 @@ class Database:
         return self.url.set(query={}).render_as_string(hide_password=True).replace("+asyncpg", "")
 
 
-def _rejection(error: BaseException | None) -> str:
+def _driver_error(error: BaseException) -> BaseException:
+    """What asyncpg said: SQLAlchemy, which opens the connections, wraps it twice."""
+    inner = error.orig if isinstance(error, DBAPIError) else error
+    return (inner.__cause__ or inner) if inner is not None and inner is not error else error
+
+
+def _rejection(error: BaseException) -> str:
     """Say which rule was broken without quoting the row: names of constraints are ours, details and data are not."""
-    cause = getattr(error, "__cause__", None)
-    constraint = getattr(cause, "constraint_name", None)
-    return f"constraint {constraint}" if constraint else type(cause).__name__
+    constraint = getattr(error, "constraint_name", None)
+    return f"constraint {constraint}" if constraint else type(error).__name__
 
 
 def _in_doubt(error: Exception, is_committing: bool) -> Exception:
@@ -216,7 +232,7 @@ def parse_address(text: str) -> Address:
     url = parsed.set(drivername="postgresql+asyncpg", query=query)
     return Address(
         url=url if password is None else url.set(password=_text(password)),
-        ssl=None if mode is None else _ssl(_text(mode), files),
+        ssl=None if mode is None else tls.postgres_ssl(_text(mode), files, what="store address"),
         risk=_risk(_text(query.get("host")) or url.host, mode, has_ca=TLS_OPTIONS.ca in files),
     )
 
@@ -224,24 +240,6 @@ def parse_address(text: str) -> Address:
 def find_risk(text: str) -> str | None:
     """Say what somebody between us and this store could do, and the remedy. None: nothing. Raises InvalidSettings."""
     return parse_address(text).risk
-
-
-def _ssl(mode: str, files: Mapping[str, str]) -> SSLContext | str:
-    """As libpq has it: `require` verifies the CA if one is named, `verify-full` the name too."""
-    if mode not in _SSL_MODES:
-        raise InvalidSettings(f"sslmode in the store address must be one of {', '.join(_SSL_MODES)}")
-    if mode in ("disable", "allow", "prefer"):
-        if files:
-            raise InvalidSettings(f"{', '.join(files)} in the store address: TLS is not sure with sslmode={mode}")
-        return mode
-    return tls.make_context(
-        TLS_OPTIONS,
-        ca=files.get(TLS_OPTIONS.ca),
-        cert=files.get(TLS_OPTIONS.cert),
-        key=files.get(TLS_OPTIONS.key),
-        verifies=mode != "require" or TLS_OPTIONS.ca in files,
-        checks_name=mode == "verify-full",
-    )
 
 
 def _risk(host: str | None, mode: object, *, has_ca: bool) -> str | None:
@@ -257,9 +255,9 @@ def _text(value: str | tuple[str, ...] | None) -> str:
     return value[-1] if isinstance(value, tuple) else value or ""
 
 
-async def rows(connection: AsyncConnection, statement: TextClause, **values: Any) -> Sequence[Row[Any]]:
+async def rows(connection: Connection, statement: TextClause, **values: Any) -> Sequence[Any]:
     """Execute and fetch everything."""
-    return (await connection.execute(statement, values)).all()
+    return await connection.execute(statement, values)
 
 
 def columns(items: Sequence[Mapping[str, Any]], *names: str) -> dict[str, list[Any]]:

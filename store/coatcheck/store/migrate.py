@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from sqlalchemy import Connection, text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection as CoreConnection
+from sqlalchemy import text
 
+from coatcheck.store.connection import Connection
 from coatcheck.store.database import Database, StoreNotReady
 
 _LOCK = 0x636F6174  # "coat"
@@ -25,12 +26,13 @@ async def migrate(url: str) -> str:
         await database.close()
 
 
-async def schema_version(connection: AsyncConnection) -> str | None:
+async def schema_version(connection: Connection) -> str | None:
     """The version the database stands at; None before the first migration."""
-    found = (await connection.execute(text("SELECT to_regclass('coatcheck.schema_version')"))).scalar()
+    found = await connection.scalar(text("SELECT to_regclass('coatcheck.schema_version')"))
     if found is None:
         return None
-    return (await connection.execute(text("SELECT version_num FROM coatcheck.schema_version"))).scalar()
+    version: str | None = await connection.scalar(text("SELECT version_num FROM coatcheck.schema_version"))
+    return version
 
 
 def newest_version() -> str:
@@ -38,7 +40,7 @@ def newest_version() -> str:
     return max(_known_versions())
 
 
-async def _upgrade(connection: AsyncConnection) -> str:
+async def _upgrade(connection: Connection) -> str:
     # A transaction-level lock: it goes with the transaction, also behind pgbouncer, also when we die here.
     await connection.execute(text("SET LOCAL lock_timeout = '60s'"))
     await connection.execute(text("SET LOCAL statement_timeout = '10min'"))
@@ -50,7 +52,7 @@ async def _upgrade(connection: AsyncConnection) -> str:
             "upgrade coatcheck here, or leave migrating to the newer release"
         )
     if found != newest_version():
-        if (await connection.execute(text("SELECT to_regnamespace('coatcheck')"))).scalar() is None:
+        if await connection.scalar(text("SELECT to_regnamespace('coatcheck')")) is None:
             # Not IF NOT EXISTS: that needs the right to create schemas even where there is nothing to create.
             await connection.execute(text("CREATE SCHEMA coatcheck"))
         await connection.run_sync(_run_alembic)
@@ -63,7 +65,7 @@ def _known_versions() -> set[str]:
     return {script.name.partition("_")[0] for script in scripts if script.name[:1].isdigit()}
 
 
-def _run_alembic(connection: Connection) -> None:
+def _run_alembic(connection: CoreConnection) -> None:
     # Loaded only where there is something to migrate: it takes as long to import as all the rest.
     from alembic import command
     from alembic.config import Config

@@ -1,9 +1,9 @@
 """Every write of a run, as one set-based transaction: births, entries, new calls, and how the run goes on or ends.
 
-    1. insert the rows of tasks that have none yet      (a conflict: somebody was first, the put is refused)
+    1. insert the rows of tasks that have none yet, as they will stand (a conflict: somebody was first: refused)
     2. lock the tasks by id                             (epoch or checkpoint differ: refused; nothing is written)
     3. read what ended since the run last looked        (the news; they decide whether a park holds)
-    4. close calls, insert entries and calls, update the tasks
+    4. close calls, insert entries and calls, update the tasks that had a row
 
 A crash before COMMIT leaves nothing; after it, the rows say all, and the unacked trigger or the lease brings the task
 back. A put whose outcome is unknown is simply put again: the checkpoint number tells whether it is in already.
@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from sqlalchemy import Row, text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import text
 
 from coatcheck.store.batcher import Busy
 from coatcheck.store.births import REQUEST_TRIGGER, insert_births
+from coatcheck.store.connection import Connection, Row
 from coatcheck.store.database import columns, rows
 from coatcheck.store.records import (
     PEER_COLUMNS,
@@ -157,7 +157,7 @@ class _Writing:
         self.seq += 1
         return self.seq
 
-    def note_closed(self, row: Row[Any]) -> None:
+    def note_closed(self, row: Row) -> None:
         if row.kind == Kind.CALL:
             self.cancels.append(peer_of(row))
 
@@ -166,7 +166,7 @@ class _Writing:
         return self.put.follows + 1
 
 
-async def put(connection: AsyncConnection, puts: Sequence[Put], waits: bool) -> Sequence[PutDone | PutRefused | Busy]:
+async def put(connection: Connection, puts: Sequence[Put], waits: bool) -> Sequence[PutDone | PutRefused | Busy]:
     """Write a batch of puts; the answers come in the order of the puts."""
     answers: dict[int, PutDone | PutRefused | Busy] = {}
     writing = await _fence(connection, puts, waits, answers)
@@ -194,12 +194,10 @@ async def put(connection: AsyncConnection, puts: Sequence[Put], waits: bool) -> 
 
 
 async def _fence(
-    connection: AsyncConnection, puts: Sequence[Put], waits: bool, answers: dict[int, PutDone | PutRefused | Busy]
+    connection: Connection, puts: Sequence[Put], waits: bool, answers: dict[int, PutDone | PutRefused | Busy]
 ) -> dict[int, _Writing]:
     """Insert births, lock the rest, and let through only puts that follow the row as it stands."""
-    born = await insert_births(
-        connection, [(one.birth, REQUEST_TRIGGER, 0, 60.0) for one in puts if one.birth is not None]
-    )
+    born = await insert_births(connection, [(one.birth, _first_row(one)) for one in puts if one.birth is not None])
     locked = await lock_tasks(connection, (one.task_id for one in puts if one.task_id not in born), waits=waits)
     writing: dict[int, _Writing] = {}
     taken: set[TaskId] = set()
@@ -228,7 +226,7 @@ def _follows(one: Put, task: Task) -> bool:
     return task.state is TaskState.RUNNING and task.epoch == one.epoch and task.checkpoint == one.follows
 
 
-async def _is_in_already(connection: AsyncConnection, one: Put, task: Task) -> bool:
+async def _is_in_already(connection: Connection, one: Put, task: Task) -> bool:
     """Whether this very put was committed before, when its run could not know: its traces are in the row.
 
     The ids of the calls it opened are random, so they prove it. Without any, its end must be what the row shows; for a
@@ -259,7 +257,7 @@ async def _is_in_already(connection: AsyncConnection, one: Put, task: Task) -> b
             assert_never(end)
 
 
-async def _answer_again(connection: AsyncConnection, one: Put, task: Task) -> PutDone:
+async def _answer_again(connection: Connection, one: Put, task: Task) -> PutDone:
     """Answer a put that is in: with the news, read again, and with what it closed, for nobody has heard of that yet."""
     again = _Writing(one, task, task.seq)
     is_parked = task.state is TaskState.PARKED
@@ -272,7 +270,7 @@ async def _answer_again(connection: AsyncConnection, one: Put, task: Task) -> Pu
     return PutDone(task.epoch, task.checkpoint, is_parked, () if is_parked else tuple(again.news), tuple(cancels), task)
 
 
-async def _read_news(connection: AsyncConnection, held: Sequence[_Writing]) -> None:
+async def _read_news(connection: Connection, held: Sequence[_Writing]) -> None:
     """Replies may have been claimed while the run was live: whatever ended since it last looked."""
     known = {one.put.task_id: one for one in held if one.task is not None and one.task.seq > one.put.seen}
     if not known:
@@ -282,7 +280,7 @@ async def _read_news(connection: AsyncConnection, held: Sequence[_Writing]) -> N
         known[row.task_id].news.append(recorded_of(row))
 
 
-async def _read_states(connection: AsyncConnection, held: Sequence[_Writing]) -> dict[CallId, CallState]:
+async def _read_states(connection: Connection, held: Sequence[_Writing]) -> dict[CallId, CallState]:
     """The states of calls that are waited for, as the rows have them. Not by the news alone: a live run may have been
     told of a reply already, out of turn, without having come to it before it asked to be put down.
     """
@@ -311,7 +309,7 @@ def _opens(put: Put) -> Sequence[NewCall]:
     return put.changes.opens
 
 
-async def _close_calls(connection: AsyncConnection, held: Sequence[_Writing]) -> None:
+async def _close_calls(connection: Connection, held: Sequence[_Writing]) -> None:
     by_task = {one.put.task_id: one for one in held}
     closing = sorted((call_id, one.next_seq()) for one in held for call_id in one.put.changes.closes)
     if closing:
@@ -320,7 +318,7 @@ async def _close_calls(connection: AsyncConnection, held: Sequence[_Writing]) ->
             by_task[row.task_id].note_closed(row)
 
 
-async def _close_leftovers(connection: AsyncConnection, held: Sequence[_Writing]) -> None:
+async def _close_leftovers(connection: Connection, held: Sequence[_Writing]) -> None:
     """An end gives up what is still open; that comes last in the order of things."""
     ending = {one.put.task_id: one for one in held if one.task is not None and isinstance(one.put.end, Finish)}
     if ending:
@@ -329,12 +327,12 @@ async def _close_leftovers(connection: AsyncConnection, held: Sequence[_Writing]
             ending[row.task_id].note_closed(row)
 
 
-async def close_leftovers(connection: AsyncConnection, seqs: Mapping[TaskId, int]) -> Sequence[Row[Any]]:
+async def close_leftovers(connection: Connection, seqs: Mapping[TaskId, int]) -> Sequence[Row]:
     """Close every open call of these tasks, which the caller has locked; they are numbered on from the given `seq`."""
     return await rows(connection, CLOSE_LEFTOVERS, id=list(seqs), seq=list(seqs.values()))
 
 
-async def _insert_entries(connection: AsyncConnection, held: Sequence[_Writing]) -> None:
+async def _insert_entries(connection: Connection, held: Sequence[_Writing]) -> None:
     items = []
     for one in held:
         for entry in one.put.changes.entries:
@@ -358,7 +356,7 @@ async def _insert_entries(connection: AsyncConnection, held: Sequence[_Writing])
         await connection.execute(INSERT_ENTRIES, columns(items, *items[0]))
 
 
-async def _insert_calls(connection: AsyncConnection, held: Sequence[_Writing]) -> None:
+async def _insert_calls(connection: Connection, held: Sequence[_Writing]) -> None:
     items = [
         {
             "id": call.call_id,
@@ -384,16 +382,35 @@ async def _insert_calls(connection: AsyncConnection, held: Sequence[_Writing]) -
         await connection.execute(INSERT_CALLS, values | {"resend_after_s": RESEND_AFTER_S})
 
 
-async def _forget(connection: AsyncConnection, held: Sequence[_Writing]) -> None:
+async def _forget(connection: Connection, held: Sequence[_Writing]) -> None:
     pairs = [(one.put.task_id, key) for one in held if isinstance(one.put.end, Again) for key in one.put.end.forget]
     if pairs:
         await connection.execute(FORGET, {"task_id": [t for t, _ in pairs], "key": [k for _, k in pairs]})
 
 
-async def _update_tasks(connection: AsyncConnection, held: Sequence[_Writing]) -> None:
-    items = [_task_update(one) for one in sorted(held, key=lambda one: one.put.task_id)]
+async def _update_tasks(connection: Connection, held: Sequence[_Writing]) -> None:
+    """Those that were born here were written as they stand: an update would leave a dead version behind each."""
+    assert all(one.seq == _number_count(one.put) for one in held if one.task is None)
+    known = [one for one in held if one.task is not None]
+    items = [_task_update(one) for one in sorted(known, key=lambda one: one.put.task_id)]
     if items:
         await connection.execute(UPDATE_TASKS, columns(items, *items[0]))
+
+
+def _first_row(put: Put) -> dict[str, Any]:
+    """How a task that is born with this put stands after it. Nobody can have answered it yet, so nothing is awaited."""
+    one = _Writing(put, None, _number_count(put))
+    one.is_parked = isinstance(put.end, Park) and not _is_met(one, {})
+    row = _task_update(one)
+    trigger = None if row.pop("is_detached") else REQUEST_TRIGGER
+    del row["id"], row["is_progress"]
+    return row | {"checkpoint": one.checkpoint, "pickups": 0, "trigger": trigger}
+
+
+def _number_count(put: Put) -> int:
+    """How many places in the order of things a put takes."""
+    sends = sum(call.kind is Kind.SEND for call in _opens(put))
+    return len(put.changes.closes) + len(put.changes.entries) + sends
 
 
 def _task_update(one: _Writing) -> dict[str, Any]:

@@ -8,15 +8,21 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Row, text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import text
 
+from coatcheck.store.connection import Connection, Row
 from coatcheck.store.database import rows
 from coatcheck.store.records import TASK_COLUMNS, from_json, task_of
 from coatcheck.store.rows import CallId, CallState, Kind, Task, TaskId, TaskState
 
 TASKS = text(f"SELECT {TASK_COLUMNS} FROM coatcheck.task t WHERE t.id = ANY(CAST(:ids AS uuid[]))")
-LIST = f"SELECT {TASK_COLUMNS} FROM coatcheck.task t"
+# The newest are picked by their ids alone: sorting whole rows would carry every request of the table along.
+LIST = f"""
+    SELECT {TASK_COLUMNS} FROM coatcheck.task t
+     WHERE t.id = ANY(ARRAY(SELECT id FROM coatcheck.task {{where}} ORDER BY created_at DESC, id
+                             LIMIT CAST(:limit AS integer)))
+     ORDER BY t.created_at DESC, t.id
+"""
 COUNTS = text("SELECT state, count(*) AS number FROM coatcheck.task GROUP BY state")
 LINES = text("""
     SELECT seq, key, kind, name, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS state, value, NULL::uuid AS call_id,
@@ -50,7 +56,7 @@ IDS_BETWEEN = text("""
 """)
 SERVICES = text("""
     SELECT service, count(*) FILTER (WHERE state IN ('running', 'parked', 'retrying', 'held')) AS unfinished_count,
-           count(*) FILTER (WHERE identity IS NULL) AS nameless_count
+           count(*) FILTER (WHERE identity IS NULL AND epoch > 0) AS nameless_count
       FROM coatcheck.task GROUP BY service ORDER BY service
 """)
 # Overdue is what should have moved by now; unlooked is the part of it that no sweeper has even looked at.
@@ -97,7 +103,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCount:
-    """How many tasks the table holds for one service. `nameless_count`: came without an identity."""
+    """How many tasks the table holds for one service. `nameless_count`: came without an identity; a
+    cancel that met no task left a row, too, but never came as a request.
+    """
 
     service: str
     unfinished_count: int
@@ -135,23 +143,23 @@ class Line:
     checkpoint: int
 
 
-async def find_tasks(connection: AsyncConnection, ids: Sequence[TaskId], waits: bool) -> list[Task | None]:
+async def find_tasks(connection: Connection, ids: Sequence[TaskId], waits: bool) -> list[Task | None]:
     """The tasks in the order of their ids, None where there is no row."""
     found = {row.id: task_of(row) for row in await rows(connection, TASKS, ids=sorted(ids))}
     return [found.get(task_id) for task_id in ids]
 
 
 async def list_tasks(
-    connection: AsyncConnection, *, service: str | None, states: Collection[TaskState], limit: int
+    connection: Connection, *, service: str | None, states: Collection[TaskState], limit: int
 ) -> list[Task]:
     """The newest tasks first."""
     where, values = _filter(service, states)
-    statement = text(f"{LIST} {where} ORDER BY t.created_at DESC LIMIT CAST(:limit AS integer)")
+    statement = text(LIST.format(where=where))
     return [task_of(row) for row in await rows(connection, statement, limit=limit, **values)]
 
 
 async def summarise_tasks(
-    connection: AsyncConnection, *, service: str | None, states: Collection[TaskState], limit: int
+    connection: Connection, *, service: str | None, states: Collection[TaskState], limit: int
 ) -> list[Summary]:
     """The newest tasks first, without their payloads."""
     where, values = _filter(service, states)
@@ -159,30 +167,30 @@ async def summarise_tasks(
     return [_summary_of(row) for row in await rows(connection, statement, limit=limit, **values)]
 
 
-async def find_ids(connection: AsyncConnection, *, prefix: str, limit: int) -> list[TaskId]:
+async def find_ids(connection: Connection, *, prefix: str, limit: int) -> list[TaskId]:
     """The tasks whose id begins with these hex digits."""
     low, high = UUID(prefix.ljust(32, "0")), UUID(prefix.ljust(32, "f"))
     return [row.id for row in await rows(connection, IDS_BETWEEN, low=low, high=high, limit=limit)]
 
 
-async def count_services(connection: AsyncConnection) -> list[ServiceCount]:
+async def count_services(connection: Connection) -> list[ServiceCount]:
     """Every service that has a task in the table. It reads the whole table."""
     return [
         ServiceCount(row.service, row.unfinished_count, row.nameless_count) for row in await rows(connection, SERVICES)
     ]
 
 
-async def find_late(connection: AsyncConnection, *, grace: timedelta) -> list[Late]:
+async def find_late(connection: Connection, *, grace: timedelta) -> list[Late]:
     """What should have moved more than `grace` ago, by service. Nothing, while sweeper and workers keep up."""
     found = await rows(connection, LATE, grace_s=grace.total_seconds())
     return [Late(row.service, row.overdue_count, row.unlooked_count, timedelta(seconds=row.oldest_s)) for row in found]
 
 
-async def count_tasks(connection: AsyncConnection) -> dict[TaskState, int]:
+async def count_tasks(connection: Connection) -> dict[TaskState, int]:
     return {TaskState(row.state): row.number for row in await rows(connection, COUNTS)}
 
 
-async def task_lines(connection: AsyncConnection, task_id: UUID) -> Sequence[Line]:
+async def task_lines(connection: Connection, task_id: UUID) -> Sequence[Line]:
     """A task's story in the order things ended; open calls last."""
     return [_line_of(row) for row in await rows(connection, LINES, id=task_id)]
 
@@ -198,7 +206,7 @@ def _filter(service: str | None, states: Collection[TaskState]) -> tuple[str, di
     return (f"WHERE {' AND '.join(conditions)}" if conditions else ""), values
 
 
-def _summary_of(row: Row[Any]) -> Summary:
+def _summary_of(row: Row) -> Summary:
     return Summary(
         task_id=row.id,
         service=row.service,
@@ -218,7 +226,7 @@ def _summary_of(row: Row[Any]) -> Summary:
     )
 
 
-def _line_of(row: Row[Any]) -> Line:
+def _line_of(row: Row) -> Line:
     return Line(
         row.key,
         Kind(row.kind),

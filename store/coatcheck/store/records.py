@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import text
 
+from coatcheck.store.connection import Connection, Row
 from coatcheck.store.database import rows
 from coatcheck.store.rows import (
     Address,
@@ -64,13 +64,13 @@ UNSENT_CALLS = text(f"""
 class Locked:
     """The task rows a batch holds, and which of the wanted ones another transaction holds."""
 
-    def __init__(self, found: Sequence[Row[Any]], busy: Collection[TaskId]) -> None:
+    def __init__(self, found: Sequence[Row], busy: Collection[TaskId]) -> None:
         self.tasks = {row.id: task_of(row) for row in found}
         self.due = {row.id for row in found if row.is_due}
         self.busy = busy
 
 
-async def lock_tasks(connection: AsyncConnection, ids: Iterable[TaskId], *, waits: bool) -> Locked:
+async def lock_tasks(connection: Connection, ids: Iterable[TaskId], *, waits: bool) -> Locked:
     """Lock the rows that exist, by id. Unless told to wait, rows locked elsewhere are left out and named in `busy`."""
     wanted = sorted(set(ids))
     if not wanted:
@@ -83,7 +83,7 @@ async def lock_tasks(connection: AsyncConnection, ids: Iterable[TaskId], *, wait
     return Locked(found, busy)
 
 
-async def load_histories(connection: AsyncConnection, ids: Collection[TaskId]) -> Mapping[TaskId, History]:
+async def load_histories(connection: Connection, ids: Collection[TaskId]) -> Mapping[TaskId, History]:
     """Everything recorded and open for these tasks; a task without anything is missing from the answer."""
     if not ids:
         return {}
@@ -100,7 +100,7 @@ async def load_histories(connection: AsyncConnection, ids: Collection[TaskId]) -
     return {task_id: History(tuple(recorded[task_id]), tuple(still_open[task_id])) for task_id in ids}
 
 
-async def load_unsent(connection: AsyncConnection, tasks: Collection[Task]) -> Mapping[TaskId, Unsent]:
+async def load_unsent(connection: Connection, tasks: Collection[Task]) -> Mapping[TaskId, Unsent]:
     """What these tasks have perhaps never sent: looked up only for messages that were delivered before."""
     if not tasks:
         return {}
@@ -113,12 +113,12 @@ async def load_unsent(connection: AsyncConnection, tasks: Collection[Task]) -> M
     }
 
 
-def recorded_of(row: Row[Any]) -> Recorded:
+def recorded_of(row: Row) -> Recorded:
     state = CallState.OK if row.kind == Kind.SEND else CallState(row.state)
     return Recorded(row.key, Kind(row.kind), row.name, row.digest, row.seq, state, row.value or b"", row.call_id)
 
 
-def peer_of(row: Row[Any]) -> Peer:
+def peer_of(row: Row) -> Peer:
     return Peer(
         row.id,
         row.task_id,
@@ -134,7 +134,7 @@ def peer_of(row: Row[Any]) -> Peer:
     )
 
 
-def task_of(row: Row[Any]) -> Task:
+def task_of(row: Row) -> Task:
     return Task(
         task_id=row.id,
         service=row.service,

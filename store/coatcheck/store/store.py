@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from datetime import timedelta
-from typing import Any, TypeVar
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeAlias, TypeVar
 from uuid import UUID
 
 from coatcheck.store import cancels, claims, puts, queries, sweeps
@@ -13,10 +13,12 @@ from coatcheck.store.batcher import Batcher, Observe
 from coatcheck.store.database import Database
 from coatcheck.store.migrate import schema_version
 from coatcheck.store.queries import Late, Line, ServiceCount, Summary
+from coatcheck.store.records import load_histories
 from coatcheck.store.rows import (
     Arrival,
     CallId,
     CancelAsk,
+    History,
     Put,
     PutDone,
     PutRefused,
@@ -75,6 +77,10 @@ class Store:
         for batcher in (self._put, self._claim, self._accept, self._resume, self._cancel, self._find):
             await batcher.drain()
 
+    def now(self) -> datetime:
+        """The time as this process has it, for what is shown and recorded. Deadlines are Postgres's own affair."""
+        return datetime.now(UTC)
+
     async def ping(self) -> str | None:
         """Reach Postgres and tell the schema's version. Raises StoreUnavailable."""
         return await self._do(schema_version)
@@ -85,9 +91,9 @@ class Store:
         """Write what a run wants recorded. Repeating the same put is safe."""
         return await self._put.submit(put)
 
-    async def claim(self, arrival: Arrival) -> Ruling:
-        """Take a reply, progress or timeout."""
-        return await self._claim.submit(arrival)
+    def claim(self, arrival: Arrival) -> asyncio.Future[Ruling]:
+        """Take a reply, progress or timeout. A future and no coroutine: most replies need no task of their own."""
+        return self._claim.submit(arrival)
 
     async def accept(self, request: Request) -> Ruling:
         """Find or make the row of a request."""
@@ -162,9 +168,17 @@ class Store:
     async def find_late(self, *, grace: timedelta) -> list[Late]:
         return await self._do(queries.find_late, grace=grace)
 
+    async def find_history(self, task_id: TaskId) -> History:
+        """What a task's next run would begin with; empty for a task that no row knows."""
+        return (await self._do(load_histories, [task_id])).get(task_id, History())
+
     async def task_lines(self, task_id: UUID) -> Sequence[Line]:
         return await self._do(queries.task_lines, task_id)
 
     async def _do(self, work: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
         """Every operation goes this way, in a transaction of its own."""
         return await self._database.transact(lambda connection: work(connection, *args, **options))
+
+
+OpenStore: TypeAlias = Callable[..., Store]
+"""Makes a store for an address, with the keyword options of `Store`."""

@@ -14,12 +14,24 @@ from typing import NamedTuple
 from uuid import UUID
 
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coatcheck.store.claims import MET
+from coatcheck.store.connection import Connection
 from coatcheck.store.database import rows
 from coatcheck.store.records import PEER_COLUMNS, TASK_COLUMNS, peer_of, task_of
 from coatcheck.store.rows import ALONE, CallId, Peer, Task, TaskId
+
+LONGEST_AGAIN = timedelta(hours=1)
+
+
+def _again(due_at: str) -> str:
+    """How long a row stays out of the way: `again`, or as long as it has been due. What was emitted lies in a durable
+    queue; where nobody takes it from there, saying so every half minute would fill the queue, and not help.
+    """
+    age = f"coalesce(clock_timestamp() - {due_at}, interval '0')"
+    longest = f"interval '{LONGEST_AGAIN.total_seconds():.0f} s'"
+    return f"greatest(CAST(:again_s AS float8) * interval '1 s', least({age}, {longest}))"
+
 
 # What an index is to be cut off at is compared with `statement_timestamp()`: `clock_timestamp()` may change from row to
 # row, so Postgres would read the index to its end, past everything that is not due for hours.
@@ -32,7 +44,7 @@ LOOK_AT_CALLS = text(f"""
        SET look_at = CASE WHEN c.is_sent AND c.due_at > clock_timestamp() THEN c.due_at
                           WHEN c.due_at > clock_timestamp()
                           THEN least(c.due_at, clock_timestamp() + CAST(:again_s AS float8) * interval '1 s')
-                          ELSE clock_timestamp() + CAST(:again_s AS float8) * interval '1 s' END
+                          ELSE clock_timestamp() + {_again("c.due_at")} END
       FROM coatcheck.task t
      WHERE c.id = ANY(ARRAY(SELECT id FROM picked)) AND t.id = c.task_id
     RETURNING {PEER_COLUMNS}, c.due_at <= clock_timestamp() AS is_due, NOT c.is_sent AND c.kind <> 'timer' AS is_unsent,
@@ -46,7 +58,7 @@ LOOK_AT_TASKS = text(f"""
          ORDER BY look_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
     UPDATE coatcheck.task t
        SET look_at = CASE WHEN t.state NOT IN ('done', 'failed', 'cancelled') OR t.due_at > clock_timestamp()
-                          THEN clock_timestamp() + CAST(:again_s AS float8) * interval '1 s' END
+                          THEN clock_timestamp() + {_again("t.due_at")} END
      WHERE t.id = ANY(ARRAY(SELECT id FROM picked))
     RETURNING {TASK_COLUMNS}, extract(epoch FROM clock_timestamp() - t.due_at)::float8 AS overdue_s
 """)
@@ -59,10 +71,12 @@ RETIRE_TASKS = text("""
 DELETE_CALLS = text("DELETE FROM coatcheck.call WHERE task_id = ANY(CAST(:ids AS uuid[]))")
 DELETE_JOURNAL = text("DELETE FROM coatcheck.journal WHERE task_id = ANY(CAST(:ids AS uuid[]))")
 DELETE_TASKS = text("DELETE FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))")
+# Not min(): where it expects few rows the planner adds up the whole index instead of reading its first entry.
 NEXT_LOOK = text("""
     SELECT extract(epoch FROM least(
-        (SELECT min(look_at) FROM coatcheck.call WHERE state = 'open' AND look_at IS NOT NULL),
-        (SELECT min(look_at) FROM coatcheck.task WHERE look_at IS NOT NULL)) - clock_timestamp())::float8 AS in_s
+        (SELECT look_at FROM coatcheck.call WHERE state = 'open' AND look_at IS NOT NULL ORDER BY look_at LIMIT 1),
+        (SELECT look_at FROM coatcheck.task WHERE look_at IS NOT NULL ORDER BY look_at LIMIT 1)
+        ) - clock_timestamp())::float8 AS in_s
 """)
 PARKED_AFTER = text("""
     SELECT id FROM coatcheck.task
@@ -154,8 +168,10 @@ class LookedAt:
         return bool(self.due or self.unsent or self.overdue or self.unsent_finals)
 
 
-async def look(connection: AsyncConnection, *, limit: int, again: timedelta) -> LookedAt:
-    """Take up to `limit` calls and as many tasks whose time has come; they come up again after `again` if still so."""
+async def look(connection: Connection, *, limit: int, again: timedelta) -> LookedAt:
+    """Take up to `limit` calls and as many tasks whose time has come. They come up again after `again` if still so;
+    what has long been due, after as long again, up to LONGEST_AGAIN.
+    """
     again_s = again.total_seconds()
     calls = await rows(connection, LOOK_AT_CALLS, limit=limit, again_s=again_s)
     tasks = await rows(connection, LOOK_AT_TASKS, limit=limit, again_s=again_s)
@@ -170,13 +186,13 @@ async def look(connection: AsyncConnection, *, limit: int, again: timedelta) -> 
     )
 
 
-async def next_look(connection: AsyncConnection) -> timedelta | None:
+async def next_look(connection: Connection) -> timedelta | None:
     """How long until `look` finds something; negative if it would now, None if nothing waits. Leaves out retention."""
-    in_s = (await connection.execute(NEXT_LOOK)).scalar()
+    in_s = await connection.scalar(NEXT_LOOK)
     return None if in_s is None else timedelta(seconds=in_s)
 
 
-async def retire(connection: AsyncConnection, *, limit: int) -> int:
+async def retire(connection: Connection, *, limit: int) -> int:
     """Delete finished tasks whose time to be kept is over. Lock order: task, then its calls and journal."""
     ids = [row.id for row in await rows(connection, RETIRE_TASKS, limit=limit)]
     if ids:
@@ -185,7 +201,7 @@ async def retire(connection: AsyncConnection, *, limit: int) -> int:
     return len(ids)
 
 
-async def repair(connection: AsyncConnection, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
+async def repair(connection: Connection, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
     """Look at the next parked tasks by id and re-wake those that nothing would move. Gives their count, and where to
     go on; None: that were all.
     """
@@ -199,13 +215,13 @@ async def repair(connection: AsyncConnection, *, after: UUID, limit: int, quiet:
     return len(woken), ids[-1]
 
 
-async def without_waker(connection: AsyncConnection, *, limit: int = 100) -> list[TaskId]:
+async def without_waker(connection: Connection, *, limit: int = 100) -> list[TaskId]:
     """Unfinished tasks that nothing in SQL would ever move. It returns nothing; `doctor` asks."""
     return [row.id for row in await rows(connection, ALL_WITHOUT_WAKER, limit=limit)]
 
 
 async def renew(
-    connection: AsyncConnection, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool, uncounted: int = 0
+    connection: Connection, renewals: Sequence[Renewal], *, lease: timedelta, detaches: bool, uncounted: int = 0
 ) -> Renewed:
     """Move leases on. Rows that somebody holds are skipped: one of them must not keep the others from being renewed.
 
@@ -220,10 +236,10 @@ async def renew(
     return Renewed(mine, {row.id for row in await rows(connection, STILL_RUNNING, **asked)} - mine)
 
 
-async def mark_sent(connection: AsyncConnection, calls: Sequence[CallId]) -> None:
+async def mark_sent(connection: Connection, calls: Sequence[CallId]) -> None:
     """Note that calls are known to be with the broker; a send is over with that."""
     await connection.execute(MARK_SENT, {"ids": sorted(calls)})
 
 
-async def mark_final_sent(connection: AsyncConnection, tasks: Sequence[TaskId]) -> None:
+async def mark_final_sent(connection: Connection, tasks: Sequence[TaskId]) -> None:
     await connection.execute(MARK_FINAL_SENT, {"ids": sorted(tasks)})

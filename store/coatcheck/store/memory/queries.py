@@ -10,7 +10,7 @@ from uuid import UUID
 
 from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, check_text, earliest
 from coatcheck.store.queries import Late, Line, ServiceCount, Summary
-from coatcheck.store.rows import CallState, Kind, Task, TaskId, TaskState
+from coatcheck.store.rows import CallState, History, Kind, Task, TaskId, TaskState
 
 WITH_A_FAILURE = (TaskState.HELD, TaskState.RETRYING, TaskState.FAILED, TaskState.CANCELLED)
 WITH_A_TIME = (TaskState.RUNNING, TaskState.RETRYING, TaskState.HELD)
@@ -46,7 +46,7 @@ def count_services(tables: Tables) -> list[ServiceCount]:
         ServiceCount(
             service,
             sum(task.service == service and not task.state.is_final for task in tasks),
-            sum(task.service == service and task.identity is None for task in tasks),
+            sum(task.service == service and task.identity is None and task.epoch > 0 for task in tasks),
         )
         for service in sorted({task.service for task in tasks})
     ]
@@ -66,6 +66,10 @@ def find_late(tables: Tables, *, grace: timedelta) -> list[Late]:
         )
         for service, late in sorted(by_service.items())
     ]
+
+
+def load_histories(tables: Tables, ids: Collection[TaskId]) -> dict[TaskId, History]:
+    return {task_id: tables.history(task_id) for task_id in ids if task_id in tables.tasks}
 
 
 def task_lines(tables: Tables, task_id: TaskId) -> list[Line]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from coatcheck.store import cancels as pg_cancels
 from coatcheck.store import claims as pg_claims
 from coatcheck.store import puts as pg_puts
 from coatcheck.store import queries as pg_queries
+from coatcheck.store import records as pg_records
 from coatcheck.store import sweeps as pg_sweeps
 from coatcheck.store.batcher import LANE_WIDTH, Observe
 from coatcheck.store.in_flight import InFlight
@@ -47,6 +48,7 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_queries.count_services: queries.count_services,
         pg_queries.find_late: queries.find_late,
         pg_queries.task_lines: queries.task_lines,
+        pg_records.load_histories: queries.load_histories,
         schema_version: lambda tables: _VERSION,
     }
 )
@@ -66,6 +68,9 @@ class MemoryStore(Store):
     @property
     def place(self) -> str:
         return "memory"
+
+    def now(self) -> datetime:
+        return self.tables.clock()
 
     async def close(self) -> None:
         """Wait for what is in flight."""

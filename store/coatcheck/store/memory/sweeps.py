@@ -10,7 +10,7 @@ from uuid import UUID
 
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, earliest
 from coatcheck.store.rows import ALONE, CallId, CallState, Kind, TaskId, TaskState
-from coatcheck.store.sweeps import LookedAt, Renewal, Renewed
+from coatcheck.store.sweeps import LONGEST_AGAIN, LookedAt, Renewal, Renewed
 
 Seen = TypeVar("Seen", CallRow, TaskRow)
 
@@ -26,7 +26,7 @@ def look(tables: Tables, *, limit: int, again: timedelta) -> LookedAt:
         tables.change(call, look_at=_next_time(tables, call, again))
     for row in rows:
         is_past = row.task.state.is_final and tables.is_over(row.task.due_at)
-        tables.change(row, look_at=None if is_past else tables.now + again)
+        tables.change(row, look_at=None if is_past else tables.now + _again(tables, row.task.due_at, again))
     return LookedAt(
         due=tuple(map(tables.peer, due)),
         unsent=tuple(map(tables.peer, unsent)),
@@ -127,8 +127,12 @@ def _whose_time_has_come(tables: Tables, rows: Iterable[Seen], limit: int) -> li
 
 def _next_time(tables: Tables, call: CallRow, again: timedelta) -> datetime | None:
     if call.due_at is None or tables.is_over(call.due_at):
-        return tables.now + again
+        return tables.now + _again(tables, call.due_at, again)
     return call.due_at if call.is_sent else earliest(call.due_at, tables.now + again)
+
+
+def _again(tables: Tables, due_at: datetime | None, again: timedelta) -> timedelta:
+    return max(again, min(tables.now - (due_at or tables.now), LONGEST_AGAIN))
 
 
 def _may_go(tables: Tables, row: TaskRow) -> bool:

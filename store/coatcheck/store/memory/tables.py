@@ -107,8 +107,8 @@ class Tables:
     """The rows, shared by all replicas, and the clock that decides deadlines: `now` stands still in an operation."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or partial(datetime.now, UTC)
-        self.now = self._clock()
+        self.clock = clock or partial(datetime.now, UTC)
+        self.now = self.clock()
         self.tasks: dict[TaskId, TaskRow] = {}
         self.calls: dict[CallId, CallRow] = {}
         self.calls_of: dict[TaskId, list[CallRow]] = {}
@@ -117,7 +117,7 @@ class Tables:
 
     def atomically(self, work: Callable[[Tables], T]) -> T:
         """Do all of `work` or, if it raises, nothing."""
-        self.now = self._clock()
+        self.now = self.clock()
         try:
             return work(self)
         except BaseException:
