@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 import pika
 
 Line = dict[str, Any]
@@ -494,7 +495,10 @@ async def collect(directory: Path, *, store: str, broker: str) -> None:
     finally:
         await connection.close()
     facts = json.loads((directory / "facts.json").read_text())
-    queues, dead = await asyncio.to_thread(_read_queues, broker, facts)
+    if broker.startswith("pg:"):
+        queues, dead = await _read_tables(broker, facts)
+    else:
+        queues, dead = await asyncio.to_thread(_read_queues, broker, facts)
     (directory / "queues.json").write_text(json.dumps(queues))
     (directory / "dead.jsonl").write_text("".join(json.dumps(letter) + "\n" for letter in dead))
 
@@ -536,6 +540,37 @@ def _read_queues(broker: str, facts: Line) -> tuple[dict[str, int], list[Line]]:
             )
     finally:
         connection.close()  # nothing was acked: the letters stay where they are
+
+
+DEPTHS = """
+    SELECT queue.name, count(message.id)::integer AS count
+      FROM coatcheck_broker.queue LEFT JOIN coatcheck_broker.message ON message.queue_id = queue.id
+     WHERE queue.name = ANY($1::text[]) GROUP BY queue.name
+"""
+DEAD_LETTERS = """
+    SELECT message.head, message.reason FROM coatcheck_broker.message
+      JOIN coatcheck_broker.queue ON queue.id = message.queue_id WHERE queue.name = $1 ORDER BY message.id
+"""
+
+
+async def _read_tables(broker: str, facts: Line) -> tuple[dict[str, int], list[Line]]:
+    """The same where queues are tables. What somebody holds or what is delayed counts: nobody is left to take it."""
+    connection = await asyncpg.connect(f"postgresql{broker[broker.index('://') :]}")
+    try:
+        found = {row["name"]: row["count"] for row in await connection.fetch(DEPTHS, facts["queues"])}
+        letters = await connection.fetch(DEAD_LETTERS, facts["dead"])
+    finally:
+        await connection.close()
+    return {queue: found[queue] for queue in facts["queues"]}, [_read_letter(row) for row in letters]
+
+
+def _read_letter(row: asyncpg.Record) -> Line:
+    """A head is a list in MessagePack: six properties, the correlation id first, and a map of headers. The broker
+    itself gives its reason in a column.
+    """
+    correlation_id, *_, headers = msgspec.msgpack.decode(row["head"])
+    reason = row["reason"] or headers.get("cc-reason")
+    return {"correlation_id": correlation_id, "reason": reason, "detail": headers.get("cc-detail")}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""A client of the trial, in plain AMQP: `python -m tests.chaos.client …`. It imports nothing of Coatcheck.
+"""A client of the trial: `python -m tests.chaos.client …`. On RabbitMQ it is plain AMQP, with nothing of ours.
 
 Its book has a synced line before each send and one for each reply before its ack. Killed and started again, it reads
 its own book, sends again what was never confirmed, and goes on. What it asks for follows from seed, name and number.
@@ -12,15 +12,11 @@ import os
 import random
 import time
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pika
-import pika.exceptions
-from pika.adapters.blocking_connection import BlockingChannel
 from tests.chaos.books import Book, read
+from tests.chaos.wires import ClientWire, Letter, wires_for
 
 KINDS = {
     "plain": 8,
@@ -48,7 +44,6 @@ KINDS = {
 KILLER_EVERY = 1200
 NEVER_CANCELLED = ("plain", "bad", "killer", "held")  # one that leaves no row; held ones are always cancelled
 WINDOW = 60
-LOST_S = (OSError, pika.exceptions.AMQPError)
 
 
 @dataclass(frozen=True)
@@ -130,104 +125,92 @@ class Client:
             self._plan(order.cancel_after_s, "cancel", order)
 
     def run(self) -> None:
+        url = os.environ["CHAOS_BROKER"]
+        wires = wires_for(url)
         while True:
             try:
-                self._serve()
-            except LOST_S:
+                wire = wires.make_client(url, self._replies, self._on_reply)
+                try:
+                    self._serve(wire)
+                finally:
+                    wire.close()
+            except wires.client_lost:
                 time.sleep(0.3)
 
-    def _serve(self) -> None:
-        parameters = pika.URLParameters(os.environ["CHAOS_BROKER"])
-        parameters.socket_timeout = parameters.stack_timeout = 5
-        parameters.blocked_connection_timeout = 10
-        parameters.heartbeat = 10
-        connection = pika.BlockingConnection(parameters)
-        try:
-            channel = connection.channel()
-            arguments = {"x-queue-type": "quorum", "x-delivery-limit": 100_000}
-            channel.queue_declare(self._replies, durable=True, arguments=arguments)
-            channel.confirm_delivery()
-            channel.basic_qos(prefetch_count=100)
-            channel.basic_consume(self._replies, self._on_reply)
-            # What was not confirmed on an earlier connection may be lost, or not: it is sent again.
-            planned = {order.id for _, _, action, order in self._due if action == "send"}
-            for number in range(self._next):
-                order = make_order(self._options.seed, self._options.name, number)
-                if order.id not in self._confirmed and order.id not in planned:
-                    self._plan(0, "send", order)
-            self._work(connection, channel)
-        finally:
-            with suppress(*LOST_S):
-                connection.close()
+    def _serve(self, wire: ClientWire) -> None:
+        # What was not confirmed on an earlier connection may be lost, or not: it is sent again.
+        planned = {order.id for _, _, action, order in self._due if action == "send"}
+        for number in range(self._next):
+            order = make_order(self._options.seed, self._options.name, number)
+            if order.id not in self._confirmed and order.id not in planned:
+                self._plan(0, "send", order)
+        self._work(wire)
 
-    def _work(self, connection: pika.BlockingConnection, channel: BlockingChannel) -> None:
+    def _work(self, wire: ClientWire) -> None:
         ask_at_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             while self._due and self._due[0][0] <= now_s:
                 _, _, action, order = self._due[0]
-                self._do(channel, action, order)
+                self._do(wire, action, order)
                 heapq.heappop(self._due)  # only now: what could not be done is done on the next connection
             if now_s >= ask_at_s and len(self._open) < WINDOW and not self._is_told("stop_asking"):
                 ask_at_s = max(ask_at_s + 1 / self._options.rate, now_s - 1)
-                self._ask(channel)
+                self._ask(wire)
             elif not self._due and self._is_told("stop_asking"):
                 self._options.book.with_suffix(".idle").touch()
-            connection.process_data_events(time_limit=0.01)
+            wire.pump(0.01)
 
     def _is_told(self, word: str) -> bool:
         return (self._options.book.parent / word).exists()
 
-    def _ask(self, channel: BlockingChannel) -> None:
+    def _ask(self, wire: ClientWire) -> None:
         order = make_order(self._options.seed, self._options.name, self._next)
         self._next += 1
         self._plan_extras(order)
-        self._do(channel, "send", order)
+        self._do(wire, "send", order)
 
-    def _do(self, channel: BlockingChannel, action: str, order: Order) -> None:
+    def _do(self, wire: ClientWire, action: str, order: Order) -> None:
         if action == "send":
             self._open.add(order.id)
             self._book.write("send", id=order.id, kind=order.kind, n=order.n, number=order.number)
-            self._publish(channel, order)
+            self._publish(wire, order)
             self._confirmed.add(order.id)
             self._book.write("confirmed", is_synced=False, id=order.id)
             return
         self._book.write(action.rstrip("0123456789"), id=order.id)
         if action == "cancel":
-            properties = pika.BasicProperties(
-                headers={"cc-kind": "cancel", "cc-id": order.id}, delivery_mode=2, message_id=str(uuid.uuid4())
-            )
-            channel.basic_publish("", f"{self._options.service}.control", b"{}", properties, mandatory=True)
+            headers = {"cc-kind": "cancel", "cc-id": order.id}
+            letter = Letter(b"{}", message_id=str(uuid.uuid4()), headers=headers)
+            wire.send(f"{self._options.service}.control", letter)
         else:
-            self._publish(channel, order)
+            self._publish(wire, order)
         self._book.write("extra_done", is_synced=False, id=order.id, action=action, number=order.number)
 
-    def _publish(self, channel: BlockingChannel, order: Order) -> None:
-        properties = pika.BasicProperties(
+    def _publish(self, wire: ClientWire, order: Order) -> None:
+        letter = Letter(
+            order.body,
             reply_to=self._replies,
             correlation_id=order.id,
             content_type="application/json",
             type="nobody" if order.kind == "held" else order.kind,
-            delivery_mode=2,
             message_id=str(uuid.uuid4()),
             headers={"cc-id": order.id},
         )
-        channel.basic_publish("", self._options.service, order.body, properties, mandatory=True)
+        wire.send(self._options.service, letter)
 
-    def _on_reply(self, channel: BlockingChannel, method: Any, reply: pika.BasicProperties, body: bytes) -> None:
-        headers = reply.headers or {}
-        kind = headers.get("cc-kind")
+    def _on_reply(self, reply: Letter) -> None:
+        kind = reply.headers.get("cc-kind")
         if kind != "progress":
             self._book.write(
                 "reply",
                 correlation_id=reply.correlation_id,
-                task=headers.get("cc-id"),
+                task=reply.headers.get("cc-id"),
                 kind=kind,
                 content_type=reply.content_type,
-                body=body.decode(errors="backslashreplace"),
+                body=reply.body.decode(errors="backslashreplace"),
             )
             self._open.discard(reply.correlation_id or "")
-        channel.basic_ack(method.delivery_tag)
 
 
 def start() -> None:

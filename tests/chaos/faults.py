@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import asyncpg
 from tests.broker.proxy import Proxy
 from tests.chaos.books import Book
+from tests.chaos.brokers import RabbitMQ
 from tests.chaos.crew import Crew
 from tests.chaos.servers import Servers
 
@@ -34,7 +35,6 @@ LIGHT = {
     "swallow_broker": 2,
 }
 ON_PROCESSES = tuple(name for name in LIGHT if name.startswith(("kill_", "freeze_")))
-HEAVY = ("restart_postgres", "kill_broker", "close_connections", "memory_alarm", "full_disk")
 ALARM = "0.00001"
 NO_ALARM = "0.4"
 
@@ -48,20 +48,29 @@ class Planned:
     number: int
 
 
-def make_schedule(seed: str, *, length_s: float, light_every_s: float, heavy_every_s: float) -> list[Planned]:
-    """Light faults all the time; the heavy ones in turn, each round in another order."""
+def make_schedule(
+    seed: str, *, heavy: Sequence[str], length_s: float, light_every_s: float, heavy_every_s: float, in_turn: bool
+) -> list[Planned]:
+    """Light faults all the time, some oftener than others; or in turn, as the heavy ones always are."""
     draw = random.Random(f"{seed}/schedule")
+    light_in_turn = _in_turn(list(LIGHT), draw)
     planned, at_s = [], light_every_s
     while at_s < length_s:
-        planned.append((at_s, draw.choices(list(LIGHT), list(LIGHT.values()))[0]))
+        name = next(light_in_turn) if in_turn else draw.choices(list(LIGHT), list(LIGHT.values()))[0]
+        planned.append((at_s, name))
         at_s += draw.expovariate(1 / light_every_s)
-    heavy: list[str] = []
+    heavy_in_turn = _in_turn(heavy, draw)
     at_s = heavy_every_s / 2
     while at_s < length_s:
-        heavy = heavy or draw.sample(HEAVY, len(HEAVY))
-        planned.append((at_s, heavy.pop()))
+        planned.append((at_s, next(heavy_in_turn)))
         at_s += heavy_every_s
     return [Planned(at_s, name, number) for number, (at_s, name) in enumerate(sorted(planned))]
+
+
+def _in_turn(names: Sequence[str], draw: random.Random) -> Iterator[str]:
+    """Round after round, each in another order."""
+    while True:
+        yield from reversed(draw.sample(names, len(names)))
 
 
 class Faults:
@@ -82,8 +91,8 @@ class Faults:
     async def run(self, schedule: list[Planned]) -> None:
         """See the schedule through. A heavy fault waits for the one before it, light ones wait for nobody."""
         began_s = asyncio.get_running_loop().time()
-        heavy = [planned for planned in schedule if planned.name in HEAVY]
-        light = [planned for planned in schedule if planned.name not in HEAVY]
+        heavy = [planned for planned in schedule if planned.name not in LIGHT]
+        light = [planned for planned in schedule if planned.name in LIGHT]
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow(heavy, began_s, is_patient=True))
@@ -107,6 +116,12 @@ class Faults:
     def outages(self) -> Counter[str]:
         """What was done to servers and the network; what was done to processes, their crew counts."""
         return Counter({name: count for name, count in self.counts.items() if name not in ON_PROCESSES})
+
+    @property
+    def missing(self) -> list[str]:
+        """What could have been done and was not, yet."""
+        names = (*LIGHT, *self._servers.broker.heavy_faults)
+        return [name for name in names if not self.counts[name] and name not in self.impossible]
 
     async def settle(self) -> None:
         """Let what is under way end."""
@@ -204,8 +219,13 @@ class Faults:
         await postgres.fill_disk(draw.uniform(2, 4) * self._factor)
         return True
 
+    @property
+    def _rabbitmq(self) -> RabbitMQ:
+        assert isinstance(self._servers.broker, RabbitMQ)
+        return self._servers.broker
+
     async def _kill_broker(self, _: random.Random) -> bool:
-        node = self._servers.broker.node
+        node = self._rabbitmq.node
         if node is None:
             return self._is_borrowed("kill_broker")
         await node.kill()
@@ -213,20 +233,20 @@ class Faults:
         return True
 
     async def _close_connections(self, _: random.Random) -> bool:
-        node = self._servers.broker.node
+        node = self._rabbitmq.node
         if node is None:
             return self._is_borrowed("close_connections")
-        await self._servers.broker.evaluate('rabbit_networking:close_all_connections(<<"a trial">>).')
+        await self._rabbitmq.evaluate('rabbit_networking:close_all_connections(<<"a trial">>).')
         return True
 
     async def _memory_alarm(self, draw: random.Random) -> bool:
-        node = self._servers.broker.node
+        node = self._rabbitmq.node
         if node is None:
             return self._is_borrowed("memory_alarm")
         # One call for both: the alarm must end even if the machine is too busy for a second one.
         mark = "vm_memory_monitor:set_vm_memory_high_watermark"
         for_ms = round(draw.uniform(1, 4) * self._factor * 1000)
-        await self._servers.broker.evaluate(f"{mark}({ALARM}), timer:sleep({for_ms}), {mark}({NO_ALARM}).")
+        await self._rabbitmq.evaluate(f"{mark}({ALARM}), timer:sleep({for_ms}), {mark}({NO_ALARM}).")
         return True
 
     def _is_borrowed(self, name: str) -> bool:

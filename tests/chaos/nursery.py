@@ -18,7 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MODULES = ("tests.chaos.replica", "tests.chaos.peer", "tests.chaos.client", "uvloop")
+MODULES = (
+    *("tests.chaos.replica", "tests.chaos.peer", "tests.chaos.client"),
+    *("tests.chaos.amqp_wires", "tests.chaos.port_wires", "coatcheck.broker.postgres", "uvloop"),
+)
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Child:
@@ -88,6 +92,8 @@ class Nursery:
             else:
                 self._children[said["started"]] = Child(said["started"])
                 self._starting.put_nowait(said["started"])
+        for child in self._children.values():  # it has ended, so they have
+            child.note_end(-signal.SIGKILL)
 
 
 def main() -> None:
@@ -98,6 +104,8 @@ def main() -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in INTERRUPTS:  # they go to the whole group; the trial that hears of them ends us
+        signal.signal(number, signal.SIG_IGN)
     orders = b""
     while True:
         ready, _, _ = select.select([0, woken], [], [])
@@ -140,7 +148,8 @@ def _fork(order: dict[str, Any], *, close: tuple[int, ...]) -> int:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, *INTERRUPTS):
+            signal.signal(number, signal.SIG_DFL)
         for descriptor in close:
             os.close(descriptor)
         nothing = os.open(os.devnull, os.O_RDONLY)

@@ -14,6 +14,8 @@ from typing import Any
 from tests.chaos.books import read
 from tests.chaos.trial import LEASE_S, Outcome
 
+from coatcheck.points import POINTS
+
 LIBRARIES = ("coatcheck", "aio-pika", "aiormq", "asyncpg", "SQLAlchemy", "uvloop")
 
 
@@ -80,6 +82,7 @@ def render(outcome: Outcome, directory: Path) -> str:
     sections = [
         f"# Trial of {began:%Y-%m-%d %H:%M} UTC, seed {options.seed}",
         f"**{violation_count}**, {_reached(outcome)}."
+        + ("" if outcome.is_broken_enough else " Less was broken than was asked for.")
         + ("" if outcome.is_settled else " It did not settle within its time limit."),
         _how(outcome),
         "## What was done",
@@ -102,8 +105,12 @@ def render(outcome: Outcome, directory: Path) -> str:
 
 def _how(outcome: Outcome) -> str:
     options = outcome.options
+    more = [f"--broker-kind {outcome.broker_kind}"] if outcome.broker_kind != "amqp" else []
+    more += [f"--points {options.point_count}"] if options.point_count < len(POINTS) else []
+    more += ["--every-fault"] if options.needs_every_fault else []
+    arguments = f" CHAOS_ARGS='{' '.join(more)}'" if more else ""
     return (
-        f"`make chaos TASKS={options.task_count} MINUTES={options.minutes:g} SEED={options.seed}`, "
+        f"`make chaos TASKS={options.task_count} MINUTES={options.minutes:g} SEED={options.seed}{arguments}`, "
         f"{outcome.length_s:.0f} s in all, {options.worker_count} workers, 2 sweepers, "
         f"{options.client_count} clients, lease {LEASE_S:g} s."
     )

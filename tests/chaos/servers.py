@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 from tests import services
-from tests.broker.node import Node, _script
+from tests.chaos.brokers import Broker, QueuesInPostgres, RabbitMQ
 
 DATABASE = "coatcheck_test_chaos"
 
@@ -127,43 +127,17 @@ def _mount(running: ExitStack, size_mb: int) -> tuple[Path | None, str]:
     return place, ""
 
 
-class Broker:
-    """A RabbitMQ of the trial's own; where the program is missing, a borrowed one that must not be harmed."""
-
-    def __init__(self, running: ExitStack, borrowed_url: str | None = None) -> None:
-        self.node: Node | None = None
-        if _script("rabbitmq-server") is not None:
-            self.node = Node()
-            running.callback(lambda: services.run_sync(self.node.close()))  # type: ignore[union-attr]
-            services.run_sync(self.node.start())
-            self.url = self.node.url
-        else:
-            url = borrowed_url or services.find_rabbitmq(running).url
-            if url is None:
-                raise services.NotHere("no rabbitmq-server to start, and no RabbitMQ to borrow")
-            self.url = url
-
-    async def evaluate(self, expression: str) -> None:
-        """Have our own node do something. `erl_call` is there at once; `rabbitmqctl` takes seconds to start."""
-        assert self.node is not None
-        erl_call = shutil.which("erl_call")
-        if erl_call is None:
-            await self.node.control("eval", expression)
-            return
-        name = self.node._environment["RABBITMQ_NODENAME"]
-        cookie = (self.node._home / ".erlang.cookie").read_text().strip()
-        process = await asyncio.create_subprocess_exec(
-            erl_call, "-n", name, "-c", cookie, "-e", stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        said, _ = await process.communicate(f"{expression}\n".encode())
-        assert process.returncode == 0, said
-        assert b"ok" in said, said
-
-
 class Servers:
-    """Both, started. What was started goes with `running`."""
+    """Both, started; with `pg` they are one. What was started goes with `running`."""
 
-    def __init__(self, running: ExitStack, *, disk_mb: int, borrowed_broker: str | None = None) -> None:
+    broker: Broker
+
+    def __init__(
+        self, running: ExitStack, *, disk_mb: int, broker_kind: str = "amqp", borrowed_broker: str | None = None
+    ) -> None:
         self.postgres = Postgres(running, disk_mb=disk_mb)
-        self.broker = Broker(running, borrowed_broker)
+        if broker_kind == QueuesInPostgres.kind:
+            self.broker = QueuesInPostgres(self.postgres.url)
+        else:
+            self.broker = RabbitMQ(running, borrowed_broker)
         self.service = f"cctest-chaos-{uuid.uuid4().hex[:8]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from tests.chaos import checker
 from tests.chaos.checker import Evidence, check, f, figures
 from tests.chaos.crew import ROOT
+
+from coatcheck.broker import Message, Outgoing, connect
 
 SERVICE = "chaos"
 TASK, CALL, RUN = "task-1", "call-1", "run-1"
@@ -368,6 +371,35 @@ def test_checker_runs_alone_on_a_directory_and_says_what_is_wrong(tmp_path: Path
     assert (passed.returncode, passed.stdout.splitlines()[-1]) == (0, "0 violations")
     assert failed.returncode == 1
     assert "lost: b: plain was accepted and never answered" in failed.stdout
+
+
+async def test_queues_in_tables_are_read_as_they_are_also_what_somebody_holds(store_url: str, tmp_path: Path) -> None:
+    broker_url = f"pg{store_url[store_url.index('://') :]}"
+    queues = [SERVICE, f"{SERVICE}.replies", f"{SERVICE}.control", f"{SERVICE}.dead"]
+    (tmp_path / "facts.json").write_text(json.dumps({"queues": queues, "dead": f"{SERVICE}.dead"}))
+    buried = Message(b"?", correlation_id="stray", headers={"cc-reason": "unknown_call", "cc-detail": "why"})
+    held = asyncio.Event()
+    async with connect(broker_url) as broker:
+        await broker.declare_service(SERVICE)
+        await broker.publish([Outgoing(f"{SERVICE}.dead", buried), Outgoing(SERVICE, Message(b"x"))])
+        await broker.consume(SERVICE, lambda _: held.set(), prefetch=1)
+        await held.wait()
+
+        await checker.collect(tmp_path, store=store_url, broker=broker_url)
+
+    counted = json.loads((tmp_path / "queues.json").read_text())
+    letters = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]
+    assert counted == dict.fromkeys(queues, 0) | {SERVICE: 1, f"{SERVICE}.dead": 1}
+    assert letters == [{"correlation_id": "stray", "reason": "unknown_call", "detail": "why"}]
+
+
+def test_peers_and_clients_on_rabbitmq_import_nothing_of_coatcheck() -> None:
+    modules = "tests.chaos.peer, tests.chaos.client, tests.chaos.amqp_wires"
+    loaded = f"import sys, {modules}; print([it for it in sys.modules if it.startswith('coatcheck')])"
+
+    said = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert said.strip() == "[]"
 
 
 def _write(evidence: Evidence, directory: Path) -> None:

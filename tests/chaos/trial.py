@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import aiormq
 import asyncpg
 from tests.broker.proxy import Proxy
 from tests.chaos.books import Book, Tail
@@ -46,9 +46,12 @@ class Options:
     worker_count: int = 3
     client_count: int = 2
     light_every_s: float = 2.5
-    heavy_every_s: float = 15.0
     patience_s: float = 300.0
     """How long a trial may go on after its time to reach all points, and then again to settle."""
+    point_count: int = len(POINTS)
+    """At how many different points a process must have died."""
+    needs_every_fault: bool = False
+    """Go on until everything that can be broken was, each thing in turn."""
 
 
 @dataclass
@@ -62,6 +65,8 @@ class Outcome:
     faults: Counter[str] = field(default_factory=Counter)
     impossible: dict[str, str] = field(default_factory=dict)
     points: Points | None = None
+    broker_kind: str = ""
+    is_broken_enough: bool = False
     is_settled: bool = False
     verdict: str = ""
     exit_code: int = 1
@@ -91,8 +96,12 @@ class Trial:
     # --- the course of a trial ---
 
     async def run(self) -> Outcome:
-        outcome = Outcome(self._options, points=self._points)
+        outcome = Outcome(self._options, points=self._points, broker_kind=self._servers.broker.kind)
         began_s = time.monotonic()
+        this_task = asyncio.current_task()
+        assert this_task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):  # whoever interrupts us: the servers must go with us
+            asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._nursery)
             stack.push_async_callback(self._crew.end)
@@ -100,10 +109,11 @@ class Trial:
             beside = [asyncio.create_task(it) for it in (self._crew.watch(), self._look(), self._show())]
             stack.callback(lambda: [task.cancel() for task in beside])
             await self._ask_and_break()
+            outcome.is_broken_enough = self._is_broken_enough()
             outcome.is_settled = await self._settle()
             await self._stop()
             self._phase = "checking"
-            outcome.versions = await self._versions()
+            outcome.versions = {"Postgres": self._servers.postgres.version, **await self._servers.broker.versions()}
             outcome.exit_code, outcome.verdict = await asyncio.to_thread(self._check)
         outcome.length_s = time.monotonic() - began_s
         outcome.counts, outcome.faults = self._crew.counts, self._faults.outages
@@ -113,7 +123,8 @@ class Trial:
     async def _set_up(self, stack: AsyncExitStack) -> None:
         service = self._servers.service
         own = [service, f"{service}.replies", f"{service}.control", f"{service}.dead", f"{service}.hints"]
-        peers = [f"{service}-{role}{suffix}" for role in PEERS for suffix in ("", ".control")]
+        consumed = [f"{service}-{role}{suffix}" for role in PEERS for suffix in ("", ".control")]
+        peers = [f"{service}-{role}{suffix}" for role in PEERS for suffix in self._servers.broker.peer_suffixes]
         clients = [f"{service}-client-{name}" for name in self._clients]
         self._queues = own + peers + clients
         facts = {"service": service, "dead": f"{service}.dead", "queues": self._queues, "lease_s": LEASE_S}
@@ -122,7 +133,7 @@ class Trial:
         await migrate(self._servers.postgres.url)
         await self._start_peers()
         await self._start_ours(stack)
-        await self._until_consumed(service, *peers)
+        await self._until_consumed(service, *consumed)
         for name in self._clients:
             book = str(self._directory / f"client-{name}.jsonl")
             rate = self._options.task_count / (self._options.minutes * 60) / len(self._clients)
@@ -176,28 +187,37 @@ class Trial:
         }
 
     async def _ask_and_break(self) -> None:
-        """Until all is asked, the time is over, and a process has died at every point."""
+        """Until all is asked, the time is over, a process has died at every point, and all was broken that must be."""
         self._phase = "breaking"
         length_s = self._options.minutes * 60
         limit_s = time.monotonic() + length_s + self._options.patience_s
         schedule = make_schedule(
             self._options.seed,
+            heavy=self._servers.broker.heavy_faults,
             length_s=length_s + self._options.patience_s,
             light_every_s=self._options.light_every_s,
-            heavy_every_s=self._options.heavy_every_s,
+            heavy_every_s=self._servers.broker.heavy_every_s,
+            in_turn=self._options.needs_every_fault,
         )
         ends_s = time.monotonic() + length_s
         breaking = asyncio.create_task(self._faults.run(schedule))
-        while time.monotonic() < limit_s:
-            is_asked = len(self._asked) >= self._options.task_count
-            if time.monotonic() >= ends_s and is_asked and not self._points.missing:
-                break
-            if breaking.done():
-                breaking.result()
-            await asyncio.sleep(0.2)
-        breaking.cancel()
-        await asyncio.wait([breaking])
+        try:
+            while time.monotonic() < limit_s:
+                is_asked = len(self._asked) >= self._options.task_count
+                if time.monotonic() >= ends_s and is_asked and self._is_broken_enough():
+                    break
+                if breaking.done():
+                    breaking.result()
+                await asyncio.sleep(0.2)
+        finally:
+            breaking.cancel()
+            await asyncio.wait([breaking])
         (self._directory / "stop_asking").touch()
+
+    def _is_broken_enough(self) -> bool:
+        reached_count = len(self._points.names) - len(self._points.missing)
+        has_every_fault = not (self._options.needs_every_fault and self._faults.missing)
+        return reached_count >= self._options.point_count and has_every_fault
 
     async def _settle(self) -> bool:
         """Nothing is broken any more: wait until everything is answered, every row ended, every queue empty."""
@@ -298,38 +318,12 @@ class Trial:
             await connection.close()
 
     async def _depths(self) -> dict[str, int]:
-        connection = await aiormq.connect(self._servers.broker.url)
-        try:
-            channel = await connection.channel()
-            found = {}
-            for queue in self._queues:
-                declared = await channel.queue_declare(queue, passive=True)
-                if queue != f"{self._servers.service}.dead":
-                    found[queue] = declared.message_count or 0
-            return found
-        finally:
-            await connection.close()
+        dead = f"{self._servers.service}.dead"
+        return await self._servers.broker.depths(queue for queue in self._queues if queue != dead)
 
     async def _until_consumed(self, *queues: str) -> None:
         """Return when somebody consumes each of these queues."""
         async with asyncio.timeout(START_S):
             waiting = set(queues)
-            while waiting:
-                with contextlib.suppress(aiormq.exceptions.AMQPError, OSError):
-                    connection = await aiormq.connect(self._servers.broker.url)
-                    try:
-                        channel = await connection.channel()
-                        for queue in sorted(waiting):
-                            if (await channel.queue_declare(queue, passive=True)).consumer_count:
-                                waiting.discard(queue)
-                    finally:
-                        await connection.close()
+            while waiting := await self._servers.broker.find_unconsumed(waiting):
                 await asyncio.sleep(0.2)
-
-    async def _versions(self) -> dict[str, str]:
-        connection = await aiormq.connect(self._servers.broker.url)
-        try:
-            broker = connection.server_properties.get("version", "unknown")
-        finally:
-            await connection.close()
-        return {"Postgres": self._servers.postgres.version, "RabbitMQ": str(broker)}

@@ -1,7 +1,8 @@
 """What end-to-end tests are made of: replicas in this process or as processes of their own, and peers under the
 test's thumb.
 
-Peers speak plain AMQP through aio-pika and know nothing of Coatcheck.
+On RabbitMQ peers speak plain AMQP through aio-pika and know nothing of Coatcheck. Queues in Postgres are spoken to
+through the broker port alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import aio_pika
 import asyncpg
 
+from coatcheck.broker import Broker, Delivery, Message, Outgoing, connect
 from coatcheck.store import Store, Task, TaskState
 from coatcheck.worker import App, Settings, Sweeper, Worker
 
@@ -50,6 +52,54 @@ async def until(
         raise AssertionError(f"not within {within_s} s: {what}") from None
 
 
+class AmqpWire:
+    """How peers and requesters speak to RabbitMQ."""
+
+    def __init__(self, channel: aio_pika.abc.AbstractChannel) -> None:
+        self._channel = channel
+
+    async def declare_service(self, name: str) -> None:
+        for queue in (name, f"{name}.control"):
+            await self._channel.declare_queue(queue, durable=True)
+
+    async def declare_private(self) -> str:
+        return (await self._channel.declare_queue(exclusive=True)).name
+
+    async def consume(self, queue: str, on_message: Callable[[Any], Awaitable[None]]) -> None:
+        await (await self._channel.get_queue(queue, ensure=False)).consume(on_message, no_ack=True)
+
+    async def publish(self, to: str, body: bytes, **properties: Any) -> None:
+        await self._channel.default_exchange.publish(aio_pika.Message(body, **properties), to)
+
+
+class PortWire:
+    """How they speak to queues in Postgres. Messages have the same attributes on both."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.declare_service = broker.declare_service
+        self.declare_private = broker.declare_private
+        self._handling: set[asyncio.Task[None]] = set()
+
+    async def consume(self, queue: str, on_message: Callable[[Any], Awaitable[None]]) -> None:
+        async def handle(message: Message) -> None:
+            await on_message(message)
+
+        def on_delivery(delivery: Delivery) -> None:
+            delivery.ack()
+            task = asyncio.create_task(handle(delivery.message))
+            self._handling.add(task)
+            task.add_done_callback(self._handling.discard)
+
+        await self._broker.consume(queue, on_delivery, prefetch=1000)
+
+    async def publish(self, to: str, body: bytes, **properties: Any) -> None:
+        await self._broker.publish([Outgoing(to, Message(body, **properties))])
+
+
+Wire = AmqpWire | PortWire
+
+
 @dataclass
 class Asked:
     """A request as a peer received it."""
@@ -57,7 +107,7 @@ class Asked:
     body: Any
     correlation_id: str | None
     reply_to: str | None
-    message: aio_pika.abc.AbstractIncomingMessage
+    message: Any
     peer: Peer = field(repr=False)
 
     async def reply(self, value: Any, *, times: int = 1, **properties: Any) -> None:
@@ -77,8 +127,8 @@ class Asked:
 class Peer:
     """A queue whose requests the test answers, or a function answers for it."""
 
-    def __init__(self, channel: aio_pika.abc.AbstractChannel, queue: str) -> None:
-        self._channel = channel
+    def __init__(self, wire: Wire, queue: str) -> None:
+        self._wire = wire
         self.queue = queue
         self.arrived: asyncio.Queue[Asked] = asyncio.Queue()
         self.seen: dict[str, int] = defaultdict(int)
@@ -86,13 +136,12 @@ class Peer:
         self.answer: Callable[[Asked], Awaitable[None]] | None = None
 
     async def start(self) -> Peer:
-        queue = await self._channel.declare_queue(self.queue, durable=True)
-        control = await self._channel.declare_queue(f"{self.queue}.control", durable=True)
-        await queue.consume(self._on_request, no_ack=True)
-        await control.consume(self._on_control, no_ack=True)
+        await self._wire.declare_service(self.queue)
+        await self._wire.consume(self.queue, self._on_request)
+        await self._wire.consume(f"{self.queue}.control", self._on_control)
         return self
 
-    async def _on_request(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
+    async def _on_request(self, message: Any) -> None:
         asked = Asked(json.loads(message.body), message.correlation_id, message.reply_to, message, self)
         self.seen[message.correlation_id or ""] += 1
         if self.answer is not None:
@@ -100,12 +149,11 @@ class Peer:
         else:
             self.arrived.put_nowait(asked)
 
-    async def _on_control(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
+    async def _on_control(self, message: Any) -> None:
         self.cancels.put_nowait(message.correlation_id or "")
 
     async def send(self, to: str | None, body: bytes, correlation_id: str | None, **properties: Any) -> None:
-        message = aio_pika.Message(body, correlation_id=correlation_id, **properties)
-        await self._channel.default_exchange.publish(message, to or "")
+        await self._wire.publish(to or "", body, correlation_id=correlation_id, **properties)
 
     async def asked(self, count: int = 1, within_s: float = PATIENCE_S) -> list[Asked]:
         """The next requests."""
@@ -114,21 +162,20 @@ class Peer:
 
 
 class Requester:
-    """A client in plain AMQP: it sends, and keeps everything that comes back."""
+    """A client without our library's `Client`: it sends, and keeps everything that comes back."""
 
-    def __init__(self, channel: aio_pika.abc.AbstractChannel) -> None:
-        self._channel = channel
-        self.replies: dict[str, list[aio_pika.abc.AbstractIncomingMessage]] = defaultdict(list)
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.replies: dict[str, list[Any]] = defaultdict(list)
         self._arrived = asyncio.Condition()
         self.queue = ""
 
     async def start(self) -> Requester:
-        queue = await self._channel.declare_queue(exclusive=True)
-        self.queue = queue.name
-        await queue.consume(self._on_reply, no_ack=True)
+        self.queue = await self._wire.declare_private()
+        await self._wire.consume(self.queue, self._on_reply)
         return self
 
-    async def _on_reply(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
+    async def _on_reply(self, message: Any) -> None:
         async with self._arrived:
             self.replies[message.correlation_id or ""].append(message)
             self._arrived.notify_all()
@@ -138,13 +185,12 @@ class Requester:
         raw = properties.pop("raw", None)
         correlation_id = properties.pop("correlation_id", str(uuid.uuid4()))
         usual = {"correlation_id": correlation_id, "reply_to": self.queue, "content_type": "application/json"}
-        message = aio_pika.Message(json.dumps(body).encode() if raw is None else raw, **(usual | properties))
-        await self._channel.default_exchange.publish(message, to)
+        await self._wire.publish(to, json.dumps(body).encode() if raw is None else raw, **(usual | properties))
         return correlation_id
 
     async def reply(self, correlation_id: str, *, count: int = 1, within_s: float = PATIENCE_S) -> Any:
         """The body of the `count`-th final reply."""
-        finals: list[aio_pika.abc.AbstractIncomingMessage] = []
+        finals: list[Any] = []
 
         def is_there() -> bool:
             finals[:] = self.finals(correlation_id)
@@ -154,7 +200,7 @@ class Requester:
             await self._arrived.wait_for(is_there)
         return json.loads(finals[count - 1].body)
 
-    def finals(self, correlation_id: str) -> list[aio_pika.abc.AbstractIncomingMessage]:
+    def finals(self, correlation_id: str) -> list[Any]:
         return [it for it in self.replies[correlation_id] if it.headers.get("cc-kind") != "progress"]
 
 
@@ -212,9 +258,23 @@ class Rig:
         self.names = names
         self._stack = stack
         self._connection: aio_pika.abc.AbstractConnection | None = None
+        self._broker: Broker | None = None
         self.store = Store(settings.store, pool_size=2)
         stack.push_async_callback(self.store.close)
         self.processes: list[Process] = []
+
+    async def wire(self) -> Wire:
+        """What peers and requesters speak through, past any bad network."""
+        return PortWire(await self.broker()) if self.has_queues_in_postgres else AmqpWire(await self.channel())
+
+    @property
+    def has_queues_in_postgres(self) -> bool:
+        return self.settings.broker.startswith("pg:")
+
+    async def broker(self) -> Broker:
+        if self._broker is None:
+            self._broker = await self._stack.enter_async_context(connect(self.settings.broker, name="test"))
+        return self._broker
 
     async def channel(self) -> aio_pika.abc.AbstractChannel:
         if self._connection is None:
@@ -230,10 +290,10 @@ class Rig:
 
     async def peer(self, role: str = "peer") -> Peer:
         name = self.names.new(role)
-        return await Peer(await self.channel(), name).start()
+        return await Peer(await self.wire(), name).start()
 
     async def requester(self) -> Requester:
-        return await Requester(await self.channel()).start()
+        return await Requester(await self.wire()).start()
 
     async def replica(self, app: App, **overrides: Any) -> Worker:
         """A replica in this process, ready to consume; it drains when the test ends."""
@@ -315,6 +375,8 @@ class Rig:
         return found if len(found) >= count else None
 
     async def depth(self, queue: str) -> int:
+        if self.has_queues_in_postgres:
+            return await (await self.broker()).depth(queue) or 0
         channel = await self.channel()
         declared = await channel.declare_queue(queue, passive=True)
         return declared.declaration_result.message_count or 0

@@ -242,7 +242,7 @@ async def test_every_task_ends_though_the_broker_lost_all_it_had(
     shutil.rmtree(node.data)
     await node.start()
     own._connection = None
-    answering = await Peer(await own.channel(), peer.queue).start()
+    answering = await Peer(await own.wire(), peer.queue).start()
     answering.answer = echo
     await worker._consumers["replies"].resume()
     await are_consumed_again(own, asking.app.names)

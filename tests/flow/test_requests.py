@@ -5,7 +5,7 @@ from collections import Counter
 
 import aio_pika
 import pytest
-from tests.flow.harness import Rig, until
+from tests.flow.harness import PATIENCE_S, Rig, until
 
 from coatcheck.store import TaskState
 from coatcheck.worker import App, Client, Context, TaskFailed
@@ -162,6 +162,23 @@ async def test_duplicate_of_a_task_that_never_waited_runs_again_unless_it_asks_f
             answers[handler, number] = await requester.reply(handler, count=number)
 
     assert answers == {("plain", 1): 1, ("plain", 2): 2, ("careful", 1): 1, ("careful", 2): 1}
+
+
+async def test_request_that_does_not_fit_is_kept_if_its_result_was_to_be(rig: Rig) -> None:
+    app = App(rig.names.new())
+
+    @app.task
+    async def order(ctx: Context, item: str, count: int) -> str:
+        return item * count
+
+    await rig.replica(app)
+    async with Client(rig.settings) as client:
+        ticket = await client.submit(app.service, {"item": "coat", "count": "two"}, keep=True)
+        with pytest.raises(TaskFailed, match="count"):
+            await ticket.result(timeout=PATIENCE_S)
+
+        with pytest.raises(TaskFailed, match="count"):
+            await client.result(ticket.task_id, timeout=PATIENCE_S)
 
 
 async def test_request_that_does_not_fit_gets_a_clear_error(rig: Rig) -> None:

@@ -11,19 +11,20 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 from unittest.mock import patch
 
 import structlog
 from tests.fuzz.messages import Fuzzed, find_mark
 
-from coatcheck.broker.amqp_consumer import AmqpDelivery
+from coatcheck.broker.amqp_session import AmqpDelivery
 from coatcheck.broker.memory import MemoryDelivery
 from coatcheck.broker.port import Delivery
 from coatcheck.store import Store
-from coatcheck.worker import Sweeper, Worker
+from coatcheck.worker import Sweeper
 from coatcheck.worker.executor import Executor
+from coatcheck.worker.hops import Hops
 from coatcheck.worker.replies import Replies
 from coatcheck.worker.requests import Requests
 
@@ -129,7 +130,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _hooks(book: Book) -> Iterator[tuple[type, str, Wrap]]:
-    yield Worker, "_guard", _knowing
+    yield Hops, "take", _knowing
     yield Sweeper, "_on_hint", functools.partial(_hinting, book)
     for kind in (MemoryDelivery, AmqpDelivery):
         yield kind, "ack", functools.partial(_settling, book.acks)
@@ -142,13 +143,14 @@ def _hooks(book: Book) -> Iterator[tuple[type, str, Wrap]]:
     yield Requests, "_refuse_conflict", functools.partial(_refusing, book)
 
 
-def _knowing(guard: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(guard)
-    async def guarded(worker: Worker, runtime: Any, hop: Any, delivery: Delivery) -> None:
-        CURRENT.set(find_mark(delivery.message))
-        await guard(worker, runtime, hop, delivery)
+def _knowing(take: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(take)
+    def taken(hops: Hops, hop: Any, delivery: Delivery) -> None:
+        context = copy_context()
+        context.run(CURRENT.set, find_mark(delivery.message))
+        context.run(take, hops, hop, delivery)
 
-    return guarded
+    return taken
 
 
 def _hinting(book: Book, on_hint: Callable[..., Any]) -> Callable[..., Any]:

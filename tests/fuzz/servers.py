@@ -105,12 +105,12 @@ def _with_bad_text(number: int) -> bytes:
 
 
 def _with_bad_header(number: int) -> bytes:
-    return _marshal(number, headers={"@@@@": 1, "cc-kind": "result"}).replace(b"@@@@", b"\xff\xfe\xff\xfe")
+    return _marshal(number, headers={"cc-id": [None] * 20_000, "cc-kind": "result"})
 
 
 def _with_bad_date(number: int) -> bytes:
     instant = datetime(2020, 1, 1, tzinfo=UTC)
-    frame = _marshal(number, timestamp=instant)
+    frame = _marshal(number, headers={"cc-deadline": instant})
     return frame.replace(int(instant.timestamp()).to_bytes(8, "big"), b"\x7f" + b"\xff" * 7)
 
 

@@ -27,7 +27,7 @@ def node_programs(tmp_path_factory: pytest.TempPathFactory) -> Language:
         if shutil.which(program) is None:
             _go_without(f"no {program} on PATH")
     directory = tmp_path_factory.mktemp("tutorial-six")
-    for source in (*TUTORIAL.glob("*.js"), *TUTORIAL.glob("*.json")):
+    for source in (*TUTORIAL.glob("*.js"), *TUTORIAL.parent.glob("package*.json")):
         shutil.copy(source, directory)
     if reason := _why_npm_ci_failed(directory):
         _go_without(f"`npm ci` failed, the npm registry may be out of reach: {reason}")

@@ -162,7 +162,7 @@ def test_programs_use_nothing_of_ours():
 
 
 def test_lock_of_the_node_programs_names_no_registry():
-    text = (TUTORIAL / "package-lock.json").read_text()
+    text = (TUTORIAL.parent / "package-lock.json").read_text()
 
     assert '"integrity": "sha512-' in text
     assert "resolved" not in text

@@ -1,6 +1,7 @@
 """A call's id is what its answer is believed by: nobody can guess one, and a wrong one changes nothing."""
 
 import os
+import time
 import uuid
 from uuid import UUID
 
@@ -22,20 +23,21 @@ def opened(ledger: Ledger, key: str) -> UUID:
     return ledger.open(key, make)
 
 
-def test_call_id_is_122_bits_of_the_systems_randomness(monkeypatch: pytest.MonkeyPatch):
-    """And of nothing else: neither task nor key nor time goes into it."""
+def test_call_id_is_74_bits_of_the_systems_randomness_and_the_time(monkeypatch: pytest.MonkeyPatch):
+    """And of nothing else: neither task nor key goes into it."""
     given = [bytes(range(16)), bytes(range(100, 116))]
     asked = list(given)
     monkeypatch.setattr(os, "urandom", lambda count: asked.pop(0)[:count])
+    monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000_123_456_789)
     ledger = Ledger(History(), locate=lambda: "")
 
     found = [opened(ledger, "a"), opened(ledger, "b")]
 
     assert asked == []
     for call_id, random in zip(found, given, strict=True):
-        assert (call_id.version, call_id.variant) == (4, uuid.RFC_4122)
-        fixed = (0xF << 76) | (0b11 << 62)
-        assert call_id.int & ~fixed == int.from_bytes(random, "big") & ~fixed
+        assert (call_id.version, call_id.variant, call_id.int >> 80) == (7, uuid.RFC_4122, 1_700_000_000_123)
+        free = (1 << 76) - 1 & ~(0b11 << 62)
+        assert call_id.int & free == int.from_bytes(random, "big") & free
 
 
 def test_call_ids_do_not_repeat_for_the_same_task_and_key():

@@ -83,13 +83,13 @@ def requests_are_acked_on_arrival() -> Sequence[Patch]:
 
 @bug
 def replies_are_acked_on_arrival() -> Sequence[Patch]:
-    return [(replies.Replies, "handle", _acking_first(replies.Replies.handle))]
+    return [(replies.Replies, "receive", _acking_first(replies.Replies.receive))]
 
 
 def _acking_first(handle: Any) -> Any:
-    async def hasty(self: Any, delivery: Delivery, **options: Any) -> None:
+    def hasty(self: Any, delivery: Delivery, **options: Any) -> Any:
         delivery.ack()
-        await handle(self, delivery, **options)
+        return handle(self, delivery, **options)
 
     return hasty
 

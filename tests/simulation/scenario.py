@@ -451,6 +451,7 @@ def _patched(scene: Scene) -> Iterator[None]:
         (sweeper_module, "Metrics", lambda: _metrics),
         (client_module, "connect", scene.connect),
         (time, "monotonic", lambda: scene.world.now),
+        (time, "time_ns", lambda: int(scene.world.now * 1e9)),
         (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         (secrets, "token_hex", lambda size: rng.randbytes(size).hex()),
     ]

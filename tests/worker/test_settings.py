@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import warnings
 from datetime import timedelta
 
@@ -17,7 +16,6 @@ from coatcheck.worker.settings import (
     LogLevel,
     Settings,
     SettingsWarning,
-    default_store,
     redacted,
 )
 
@@ -29,21 +27,11 @@ def load(environ=None, **overrides):
 def test_defaults_need_no_environment():
     settings = load()
 
-    assert settings.broker == "amqp://guest:guest@localhost:5672/"
-    assert settings.store == default_store()
-    assert settings.store.endswith("@localhost:5432/coatcheck")
+    assert settings.broker == "pg://"
+    assert settings.store == "embedded://"
     assert settings.lease == timedelta(seconds=60)
     assert settings.checkpointing is Checkpointing.REQUIRED
     assert settings == Settings()
-
-
-def test_default_store_survives_a_user_without_a_name(monkeypatch):
-    def nobody():
-        raise KeyError("no such uid")
-
-    monkeypatch.setattr(getpass, "getuser", nobody)
-
-    assert default_store() == "postgresql://postgres@localhost:5432/coatcheck"
 
 
 def test_override_wins_over_environment_and_environment_over_default():
@@ -68,6 +56,10 @@ def test_process_environment_is_the_default_source(monkeypatch):
 def test_requests_in_hand_follow_concurrency_unless_set():
     assert load(concurrency=20).request_prefetch == 20
     assert load(concurrency=20, request_prefetch=5).request_prefetch == 5
+
+
+def test_processes_may_be_left_to_the_machine():
+    assert [load(processes=it).processes for it in ("auto", " Auto ", 0, "3")] == [0, 0, 0, 3]
 
 
 def test_every_field_has_one_described_variable():
@@ -122,6 +114,8 @@ def test_sizes(written, size):
         ("KEEP_FAILURES", "999999999999d", "must be"),
         ("MAX_BODY", "1TB", "COATCHECK_MAX_BODY=1TB: must be a size"),
         ("HEALTH_PORT", "99999", "COATCHECK_HEALTH_PORT=99999: must be between 0 and 65535"),
+        ("PROCESSES", "-1", "COATCHECK_PROCESSES=-1: must be between 0 and 1024"),
+        ("LOOP", "trio", "COATCHECK_LOOP=trio: must be one of auto, asyncio, uvloop"),
         ("LOG_LEVEL", "loud", "COATCHECK_LOG_LEVEL=loud: must be one of debug, info, warning, error"),
         ("CHECKPOINTING", "maybe", "COATCHECK_CHECKPOINTING=maybe: must be one of required, preferred, off"),
         ("BROKER", "localhost", "COATCHECK_BROKER=localhost: must be a URL that begins with amqp://"),

@@ -135,7 +135,11 @@ def _classify_frames(driver: Driver) -> Waiting:
 
 def frames_of(driver: Driver) -> Iterator[FrameType]:
     """The frames a branch is suspended in, outermost first."""
-    awaited: Any = driver.coro
+    return frames_in(driver.coro)
+
+
+def frames_in(awaited: Any) -> Iterator[FrameType]:
+    """The frames a coroutine is suspended in, outermost first."""
     while awaited is not None:
         frame = (
             getattr(awaited, "cr_frame", None)

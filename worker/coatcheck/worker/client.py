@@ -21,15 +21,16 @@ from coatcheck.broker.bodies import Body, Limits
 from coatcheck.broker.port import Broker, Delivery, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_request, parse_reply
-from coatcheck.errors import MalformedMessage, TaskCancelled, TaskFailed, UsageError
+from coatcheck.errors import MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
 from coatcheck.store.blobs import decode
 from coatcheck.store.queries import Line
 from coatcheck.store.rows import Task, TaskId, TaskState
-from coatcheck.store.store import Store
+from coatcheck.store.store import OpenStore, Store
 from coatcheck.worker import tracing
 from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.messages import task_id_of, to_body
-from coatcheck.worker.settings import Settings
+from coatcheck.worker.servers import no_server, settle
+from coatcheck.worker.settings import Settings, is_embedded
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +78,8 @@ class Ticket:
 class Client:
     """A connection for asking. `async with Client() as client: …`
 
-    `connect_budget` is how long the broker may take to be reached, all attempts together.
+    `connect_budget` is how long the broker may take to be reached, all attempts together. `open_store` makes another
+    store than the one the settings name.
     """
 
     def __init__(
@@ -85,10 +87,12 @@ class Client:
         settings: Settings | None = None,
         *,
         connect_budget: timedelta = timedelta(seconds=30),
+        open_store: OpenStore | None = None,
         **overrides: Any,
     ) -> None:
         self.settings = settings or Settings.load(**overrides)
         self._connect_budget = connect_budget
+        self._open_store = open_store
         self._limits = Limits(max_body=self.settings.max_body, max_depth=self.settings.max_depth)
         self._stack = AsyncExitStack()
         self._broker: Broker | None = None
@@ -98,6 +102,7 @@ class Client:
         self._following: dict[str, asyncio.Queue[Progress]] = {}
 
     async def __aenter__(self) -> Self:
+        self.settings = await settle(self.settings)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -124,7 +129,7 @@ class Client:
     ) -> Ticket:
         """Hand a request in. The same `identity` twice is one task. `keep` stores the result even of a task that never
         waits, so that it can be fetched later by its id. `token` tells the service who asks; only the service's own
-        `identify` reads it. Raises UsageError if no such service was ever started.
+        `identify` reads it. Raises NobodyThere if no such service was ever started.
         """
         broker, reply_to = await self._ready()
         identity = identity or str(uuid.uuid4())
@@ -145,8 +150,9 @@ class Client:
         (routing,) = await broker.publish([Outgoing(Names(service).requests, message)])
         if routing is Routing.NO_ROUTE:
             del self._waiting[correlation_id]
-            raise UsageError(
-                f"there is no service {service!r} on this broker; start it with `coatcheck worker module:app`"
+            raise NobodyThere(
+                f"there is no service {service!r} on this broker; start it with `coatcheck dev module:app`, or "
+                "`coatcheck worker module:app`"
             )
         return Ticket(task_id_of(service, identity), service, correlation_id, self, reply)
 
@@ -170,7 +176,7 @@ class Client:
         order = Outgoing(Names(service).control, make_cancel(task=str(task_id), reason=reason))
         (routing,) = await broker.publish([order])
         if routing is Routing.NO_ROUTE:
-            raise UsageError(f"there is no service {service!r} on this broker")
+            raise NobodyThere(f"there is no service {service!r} on this broker")
 
     # --- looking ---
 
@@ -211,13 +217,16 @@ class Client:
     @property
     def store(self) -> Store:
         if self._store is None:
-            self._store = Store(self.settings.store, pool_size=2)
+            if is_embedded(self.settings.store):
+                raise no_server(self.settings.store)
+            self._store = (self._open_store or Store)(self.settings.store, pool_size=2)
             self._stack.push_async_callback(self._store.close)
         return self._store
 
     async def broker(self) -> Broker:
         """The broker, connected at first use."""
         if self._broker is None:
+            self.settings = await settle(self.settings)
             warn_of_exposures(self.settings)
             broker = connect(self.settings.broker, connect_budget=self._connect_budget, max_body=self.settings.max_body)
             self._broker = await self._stack.enter_async_context(broker)

@@ -7,7 +7,7 @@ import hashlib
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 from uuid import UUID
 
@@ -177,7 +177,7 @@ class Context:
     def now(self) -> datetime:
         """The time, in UTC; recorded, so that a replay sees the time of the first run."""
         scope = self._scope("ctx.now()")
-        return self._run.note(scope.number("@now"), "@now", datetime, lambda: datetime.now(UTC))
+        return self._run.note(scope.number("@now"), "@now", datetime, self._run.now)
 
     def random(self) -> float:
         """A number in [0, 1), the same in every replay. Derived from the task's id and the place: no secret."""

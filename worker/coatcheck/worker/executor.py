@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, assert_never
 
 import structlog
-from structlog.contextvars import bound_contextvars
+from structlog.contextvars import bind_contextvars
 
 from coatcheck.broker.port import Routing
 from coatcheck.errors import (
@@ -93,13 +93,14 @@ class Executor:
             runtime.metrics.running.inc()
             begun_s = time.perf_counter()
             try:
-                with bound_contextvars(
+                # For the rest of this delivery's task: each has one of its own, and its context goes with it.
+                bind_contextvars(
                     task_id=str(live.task_id),
                     handler=live.handler_name or "",
                     attempt=live.attempt,
                     trace_id=tracing.trace_id_of(live.traceparent),
-                ):
-                    return await self._execute(live, is_last=is_last)
+                )
+                return await self._execute(live, is_last=is_last)
             finally:
                 runtime.slots.release(size)
                 runtime.metrics.running.dec()
@@ -176,9 +177,10 @@ class Executor:
         """Give up what we hold of a run that is not ours to finish.
 
         Fenced off: the new epoch has a trigger and a lease of its own, and a copy of the trigger that came back from us
-        would only take the run over once more. Anything else: let it come back, for nobody has the task yet.
+        would only take the run over once more. Unless ours was away: it may be the very trigger of the new epoch, given
+        back by a replica that died before its answer left. That, or anything else: let it come back.
         """
-        if live.is_fenced and not live.is_unsent:
+        if live.is_fenced and not live.is_unsent and not live.is_reattached:
             live.ack()
         else:
             live.requeue()
@@ -234,6 +236,7 @@ class Executor:
             history=live.history,
             host=host,
             defaults=CallDefaults(timeout=self._runtime.settings.call_timeout),
+            now=self._runtime.store.now,
         )
 
     # --- what came of it ---
@@ -335,7 +338,8 @@ class Executor:
         """A request that does not fit its handler: say so to whoever asked."""
         document = problem_of(error, live.task_id)
         log.warning("request_refused", code=document["code"])  # the detail names fields of the body: not for logs
-        await self._finish(live, host, TaskState.FAILED, encode(document), is_worth_a_row=not live.addresses)
+        is_worth_a_row = live.keeps_result or not live.addresses  # else whoever asked is told, and that is all
+        await self._finish(live, host, TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row)
 
     async def _hold(self, live: Live, host: TaskHost, document: dict[str, Any], reason: str) -> None:
         """Keep a task this code cannot run; a deploy may bring code that can. The pauses grow with its age."""

@@ -8,7 +8,7 @@ import structlog
 
 from coatcheck.broker.connecting import find_risk as find_broker_risk
 from coatcheck.store.database import find_risk as find_store_risk
-from coatcheck.worker.settings import Checkpointing, Settings
+from coatcheck.worker.settings import Checkpointing, Settings, is_embedded
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ def find_exposures(settings: Settings) -> list[Exposure]:
     if settings.allow_plaintext:
         return []
     risks = {"COATCHECK_BROKER": find_broker_risk(settings.broker)}
-    if settings.checkpointing is not Checkpointing.OFF:
+    if settings.checkpointing is not Checkpointing.OFF and not is_embedded(settings.store):
         risks["COATCHECK_STORE"] = find_store_risk(settings.store)
     return [Exposure(setting, risk) for setting, risk in risks.items() if risk is not None]
 

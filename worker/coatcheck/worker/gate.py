@@ -54,12 +54,15 @@ class StoreGate:
     def is_open(self) -> bool:
         return self._opened.is_set()
 
-    async def insist(self, work: Callable[[bool], Awaitable[T]]) -> T:
-        """Do `work` until Postgres takes it. It is told whether an earlier try may have been committed after all."""
+    async def insist(self, work: Callable[[bool], Awaitable[T]], *, first: Awaitable[T] | None = None) -> T:
+        """Do `work` until Postgres takes it. It is told whether an earlier try may have been committed after all.
+
+        `first` is a try that was begun already.
+        """
         is_in_doubt = False
         while True:
             try:
-                return await work(is_in_doubt)
+                return await (work(is_in_doubt) if first is None else first)
             except LockTimeout as error:  # one row is held; Postgres is well, and the others need not wait
                 is_in_doubt = is_in_doubt or error.is_in_doubt
                 log.warning("row_held", error=str(error))
@@ -68,6 +71,7 @@ class StoreGate:
                 is_in_doubt = is_in_doubt or error.is_in_doubt
                 self.close(error)
                 await self._opened.wait()
+            first = None
 
     def close(self, error: StoreUnavailable) -> None:
         """Report that Postgres did not answer."""

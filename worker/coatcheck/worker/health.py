@@ -1,14 +1,15 @@
 """`/livez`, `/readyz` and `/metrics` on a port of their own: the smallest HTTP server that can be trusted with it.
 
 It answers GET and HEAD, one request per connection, from values that are at hand: no check does I/O, so a probe is
-never slower than the event loop. Size, time and number of connections are bounded, because a port attracts scanners.
+never slower than the event loop. (A supervisor asks its replicas first; `refresh` has a limit for that.) Size, time and
+number of connections are bounded, because a port attracts scanners.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Self
@@ -27,6 +28,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 Checks = Callable[[], Mapping[str, bool]]
 """Named statements about the process; all true means healthy."""
+Refresh = Callable[[], Awaitable[None]]
+"""Brings what the checks and the registry look at up to date."""
 
 REQUEST_TIMEOUT_S = 5.0
 MAX_HEAD_BYTES = 8 * 1024
@@ -41,16 +44,27 @@ class Response:
 
 
 class HealthServer:
-    """Serves probes from `start` to `stop`. `live` and `ready` are asked at every probe and must not block."""
+    """Serves probes from `start` to `stop`. `live` and `ready` are asked at every probe and must not block.
+
+    `refresh` is awaited before each of them and has to come back well within REQUEST_TIMEOUT_S.
+    """
 
     def __init__(
-        self, port: int, host: str = "127.0.0.1", *, live: Checks, ready: Checks, registry: CollectorRegistry
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        *,
+        live: Checks,
+        ready: Checks,
+        registry: CollectorRegistry,
+        refresh: Refresh | None = None,
     ) -> None:
         self._port = port
         self._host = host
         self._live = live
         self._ready = ready
         self._registry = registry
+        self._refresh = refresh
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
@@ -126,6 +140,8 @@ class HealthServer:
             return Response(HTTPStatus.BAD_REQUEST, body=b"not an HTTP request\n"), False
         match head.split(b"\r\n", 1)[0].split(b" "):
             case [b"GET" | b"HEAD" as method, target, version] if version.startswith(b"HTTP/1."):
+                if self._refresh is not None:
+                    await self._refresh()
                 return self._answer(target.partition(b"?")[0]), method == b"HEAD"
             case [_, _, version] if version.startswith(b"HTTP/1."):
                 return Response(HTTPStatus.METHOD_NOT_ALLOWED, body=b"only GET and HEAD\n"), False

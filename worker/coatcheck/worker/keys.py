@@ -21,7 +21,7 @@ from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.store import blobs
 from coatcheck.store.rows import History, Kind, OpenCall, Recorded
 
-__all__ = ["NO_DIGEST", "Entry", "Journal", "Scope", "Wanted", "digest_of", "escape_name", "rename_error"]
+__all__ = ["NO_DIGEST", "Entry", "Journal", "Scope", "Wanted", "base_of", "digest_of", "escape_name", "rename_error"]
 
 NO_DIGEST: Final = b""
 """The digest of work whose arguments are not compared."""
@@ -32,6 +32,11 @@ _ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "#": "%23", "~": "%7E", "@": "
 def escape_name(name: str) -> str:
     """Make a name safe inside a key: it holds no path, occurrence or try of its own."""
     return name if name.isidentifier() else name.translate(_ESCAPES)
+
+
+def base_of(key: str) -> str:
+    """What all tries of a piece of work have in common."""
+    return key.partition("~")[0]
 
 
 def digest_of(arguments: Any, *, what: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from coatcheck.store.rows import (
     OpenCall,
     Recorded,
 )
+from coatcheck.worker.ids import new_call_id
 from coatcheck.worker.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error
 from coatcheck.worker.steps import CANCELLED_CODE
 from coatcheck.worker.waits import Slot, Ticket, Wait
@@ -156,7 +156,7 @@ class Ledger:
 
     def open(self, key: str, make: MakeCall) -> CallId:
         """Let a new row leave with the next commit."""
-        call_id = CallId(uuid.uuid4())
+        call_id = new_call_id()
         self.opens[key] = make(key, call_id)
         return call_id
 

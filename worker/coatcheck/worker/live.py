@@ -56,6 +56,8 @@ class Live:
     """How it ends is decided: a duplicate that comes now is too late to join, and must look for itself."""
     is_fenced: bool = False
     """Another replica has the task, under an epoch and a lease of its own."""
+    is_reattached: bool = False
+    """Its trigger was away and came back: whoever had it meanwhile may have had the task too, and be dead."""
     is_unsent: bool = False
     """Something committed could not be handed to the broker: the trigger must come back to send it."""
     progress: dict[str, Any] | None = None
@@ -79,6 +81,7 @@ class Live:
         if self.trigger is not None and not self.trigger.is_lost:
             self.copies.append(self.trigger)
         self.trigger = delivery
+        self.is_reattached = True
 
     def ack(self, *, is_answered: bool = False) -> None:
         """Take the trigger off its queue: the rows say all there is to know.

@@ -26,6 +26,7 @@ QUIET_LOGGERS = ("aio_pika", "aiormq", "sqlalchemy", "alembic", "asyncio")
 _WITHHELD_KEYS = frozenset({"body", "payload"})
 _SECRET_KEYS = frozenset({"password", "secret", "token", "authorization", "api_key"})
 _HANDLER_NAME = "coatcheck"
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def configure(
@@ -36,8 +37,7 @@ def configure(
     It is for processes of ours, the command line and its tests: it takes over the root logger. Safe to repeat.
     """
     stream = sys.stderr if stream is None else stream
-    if log_format is None:
-        log_format = LogFormat.CONSOLE if stream.isatty() else LogFormat.JSON
+    log_format = log_format or default_format(stream)
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared = _shared_processors()
     renderer = _renderer(log_format, has_colors=stream.isatty())
@@ -49,6 +49,12 @@ def configure(
         cache_logger_on_first_use=False,  # so that configuring again reaches loggers already in use
     )
     _route_stdlib(shared, renderer, threshold=threshold, stream=stream)
+
+
+def default_format(stream: TextIO | None = None) -> LogFormat:
+    """What somebody reads at a terminal, or a program elsewhere."""
+    stream = sys.stderr if stream is None else stream
+    return LogFormat.CONSOLE if stream.isatty() else LogFormat.JSON
 
 
 def _shared_processors() -> list[Processor]:
@@ -96,7 +102,7 @@ def _protected_items(items: MutableMapping[str, Any]) -> dict[str, Any]:
 
 
 def _protected(key: str, value: Any) -> Any:
-    if isinstance(value, bytes | bytearray | memoryview):
+    if isinstance(value, _BYTES):
         return f"<{len(value)} bytes>"
     if key in _WITHHELD_KEYS:
         return f"<withheld {type(value).__name__}>"

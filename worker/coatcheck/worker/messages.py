@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from coatcheck.store.blobs import Codec, decode, pack, unpack
 from coatcheck.store.rows import Address, Birth, Caller, CallId, Kind, NewCall, Peer, Task, TaskId, TaskState
 from coatcheck.worker import tracing
 from coatcheck.worker.callers import digest_with
+from coatcheck.worker.keys import base_of
 
 _NAMESPACE = UUID("636f6174-6368-5563-8b21-7461736b6964")
 _CODECS = {
@@ -26,6 +28,7 @@ _CODECS = {
     BodyFormat.BYTES: Codec.BYTES,
 }
 _FORMATS = {codec: form for form, codec in _CODECS.items()}
+_names_of = functools.lru_cache(maxsize=256)(Names)
 
 
 def task_id_of(service: str, identity: str | None) -> TaskId:
@@ -74,13 +77,14 @@ def birth_of(
 
 def call_message(call: Peer, *, reply_to: str | None = None) -> Outgoing:
     """A call or send as a request to its peer. Sending it twice is harmless: its identity stays the same."""
+    identity = str(call.call_id)
     message = make_request(
         to_body(call.body),
-        str(call.call_id) if call.kind is Kind.CALL else None,
-        reply_to=(reply_to or Names(call.service).replies) if call.kind is Kind.CALL else None,
+        identity if call.kind is Kind.CALL else None,
+        reply_to=(reply_to or _names_of(call.service).replies) if call.kind is Kind.CALL else None,
         handler=call.handler,
-        identity=str(call.call_id),
-        key=call.headers.get("cc-key"),
+        identity=identity,
+        key=f"{call.task_id}:{base_of(call.key)}",  # the row has both, so it need not keep them once more
         task=str(call.task_id),
         deadline=call.hard_due_at,
         traceparent=tracing.child(call.traceparent, call_id=call.call_id, task_id=call.task_id),

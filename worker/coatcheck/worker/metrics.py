@@ -27,6 +27,7 @@ class Metrics:
         self._add_reply_meters()
         self._add_store_meters()
         self._add_broker_meters()
+        self._add_process_meters()
 
     def _add_task_meters(self) -> None:
         self.running = self._gauge("tasks_running", "Runs alive in this process.")
@@ -77,6 +78,9 @@ class Metrics:
         self.published = self._counter("messages_published", "Messages confirmed by the broker.")
         self.no_route = self._counter("messages_no_route", "Messages to a queue that does not exist.")
         self.dead_letters = self._counter("dead_letters", "Messages put in the dead-letter queue.", "reason")
+
+    def _add_process_meters(self) -> None:
+        self.restarts = self._counter("restarts", "Replicas that ended by themselves under `--processes`.")
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         self.labels[f"{PREFIX}_{name}"] = labels

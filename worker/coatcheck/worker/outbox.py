@@ -43,10 +43,7 @@ class Outbox:
 
     async def publish(self, messages: Iterable[Outgoing]) -> list[Routing]:
         """Hand messages to the broker; returns when all are confirmed. Raises BrokerUnavailable."""
-        batch = list(messages)
-        if len(batch) == 1:
-            return [await self._batches.submit(batch[0])]
-        return list(await asyncio.gather(*(self._batches.submit(one) for one in batch)))
+        return await asyncio.gather(*map(self._batches.submit, messages))
 
     async def publish_home(self, messages: Sequence[Outgoing], service: str) -> None:
         """Publish to queues of a service of ours; one that somebody deleted is made again first.

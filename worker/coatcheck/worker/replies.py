@@ -5,13 +5,18 @@ Timeouts and resumes from the sweeper travel the same road as replies.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from typing import Any
 from uuid import UUID
 
 import structlog
 from prometheus_client import Counter
-from structlog.contextvars import bound_contextvars
+from structlog.contextvars import bind_contextvars
 
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.broker.wire import Reply, ReplyKind, parse_reply
@@ -23,6 +28,7 @@ from coatcheck.store.sweeps import Renewal
 from coatcheck.worker.broadcast import poke_message
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.executor import Executor
+from coatcheck.worker.hops import Hops, Work
 from coatcheck.worker.live import Live, live_from_task
 from coatcheck.worker.messages import cancel_message, to_blob
 from coatcheck.worker.problems import problem
@@ -32,71 +38,101 @@ from coatcheck.worker.runtime import Runtime
 log = structlog.get_logger(__name__)
 
 OVERFLOW_LEASE = timedelta(seconds=2)
+_KINDS = {
+    CallState.OK: ReplyKind.RESULT,
+    CallState.FAILED: ReplyKind.ERROR,
+    CallState.TIMED_OUT: ReplyKind.TIMEOUT,
+    None: ReplyKind.PROGRESS,
+}
 
 
 class Replies:
     """The consumer of a service's replies queue."""
 
-    def __init__(self, runtime: Runtime, executor: Executor) -> None:
+    def __init__(self, runtime: Runtime, executor: Executor, hops: Hops) -> None:
         self._runtime = runtime
         self._executor = executor
+        self._hops = hops
 
-    async def handle(self, delivery: Delivery) -> None:
-        """See one reply through to its ack; a failure of ours leaves it to be redelivered."""
+    def receive(self, delivery: Delivery) -> Work | None:
+        """Begin to claim a reply; give back what is more to do with it than that, if it is known already."""
         reach("reply_received")
         try:
             reply = parse_reply(delivery.message, self._runtime.limits)
             subject = _subject_of(reply)
         except MalformedMessage as error:
-            await bury(self._runtime, delivery, error)
-            return
+            return bury(self._runtime, delivery, error)
+        if reply.kind is ReplyKind.RESUME:
+            return self._see_through(delivery, partial(self._resume, delivery, TaskId(subject), reply.epoch or 0))
+        if self._reattaches(delivery, str(subject)):
+            return None
+        arrival = _arrival_of(reply, CallId(subject), self._runtime.app.service, delivery.is_redelivered)
+        reach("before_claim")
+        claiming = asyncio.ensure_future(self._runtime.store.claim(arrival))
+        self._hops.watch(delivery, claiming, partial(self._on_claimed, delivery, arrival, time.monotonic()))
+        return None
+
+    def _on_claimed(
+        self, delivery: Delivery, arrival: Arrival, asked_s: float, claiming: asyncio.Future[Ruling]
+    ) -> None:
+        """Ack a reply that was recorded for a task that waits for more: most are. All else is seen to in a task."""
+        if claiming.exception() is None and _is_just_recorded(arrival, claiming.result()):
+            self._take_note(arrival, claiming.result())
+            delivery.ack()
+        else:
+            work = partial(self._claim, delivery, arrival, asked_s, claiming)
+            self._hops.start(delivery, self._see_through(delivery, work))
+
+    async def _see_through(self, delivery: Delivery, work: Callable[[], Work]) -> None:
+        """See one reply through to its ack; a failure of ours leaves it to be redelivered."""
         try:
-            if reply.kind is ReplyKind.RESUME:
-                await self._resume(delivery, TaskId(subject), reply.epoch or 0)
-            else:
-                await self._claim(delivery, reply, CallId(subject))
+            await work()
         except Rejected as error:
             await bury(self._runtime, delivery, MalformedMessage(error.code, str(error)))
         except BrokerUnavailable as error:
             log.warning("reply_interrupted", error=str(error))
             delivery.requeue()
 
-    async def _claim(self, delivery: Delivery, reply: Reply, call_id: CallId) -> None:
+    async def _claim(
+        self, delivery: Delivery, arrival: Arrival, asked_s: float, claiming: asyncio.Future[Ruling]
+    ) -> None:
+        runtime, call_id = self._runtime, arrival.call_id
+        bind_contextvars(call_id=str(call_id))
+        ruling = await runtime.gate.insist(
+            lambda is_in_doubt: runtime.store.claim(
+                replace(arrival, is_redelivered=arrival.is_redelivered or is_in_doubt)
+            ),
+            first=claiming,
+        )
+        self._take_note(arrival, ruling)
+        if _is_applied(ruling) and arrival.state is CallState.TIMED_OUT and ruling.name:
+            runtime.metrics.timeouts_applied.inc()
+            await runtime.outbox.publish([cancel_message(call_id, ruling.name, "timed out")])
+        if ruling.verdict is Verdict.UNKNOWN and arrival.state is not CallState.TIMED_OUT:
+            detail = f"no call {call_id} is known here: it was never made, or its task was removed by retention"
+            await bury(runtime, delivery, MalformedMessage("unknown_call", detail))
+            return
+        is_ending = arrival.state is not None
+        await self._go_on(delivery, ruling, is_ending=is_ending, trigger_name=str(call_id), asked_s=asked_s)
+
+    def _take_note(self, arrival: Arrival, ruling: Ruling) -> None:
+        """A claim is committed: count and log what became of it."""
+        reach("after_claim")
         runtime = self._runtime
-        with bound_contextvars(call_id=str(call_id)):
-            if self._reattaches(delivery, str(call_id)):
-                return
-            arrival = _arrival_of(reply, call_id)
-            reach("before_claim")
-            asked_s = time.monotonic()
-            ruling = await runtime.gate.insist(
-                lambda is_in_doubt: runtime.store.claim(
-                    Arrival(
-                        arrival.call_id,
-                        arrival.state,
-                        arrival.value,
-                        is_redelivered=delivery.is_redelivered or is_in_doubt,
-                        progress=arrival.progress,
-                        service=runtime.app.service,
-                    )
-                )
+        self._count(runtime.metrics.claims, ruling.verdict)
+        if ruling.task is not None:
+            log.debug(
+                "reply_claimed",
+                task_id=str(ruling.task.task_id),
+                call_id=str(arrival.call_id),
+                peer=ruling.name,
+                kind=_KINDS[arrival.state].value,
+                verdict=ruling.verdict.value,
             )
-            reach("after_claim")
-            self._count(runtime.metrics.claims, ruling.verdict)
-            if ruling.verdict is Verdict.LATE:
-                runtime.metrics.late_replies.inc()
-            applied = ruling.verdict in (Verdict.GRANTED, Verdict.RECORDED)
-            if applied and arrival.state is not None:
-                runtime.marks.forget(call_id)
-            if applied and arrival.state is CallState.TIMED_OUT and ruling.name:
-                runtime.metrics.timeouts_applied.inc()
-                await runtime.outbox.publish([cancel_message(call_id, ruling.name, "timed out")])
-            if ruling.verdict is Verdict.UNKNOWN and reply.kind is not ReplyKind.TIMEOUT:
-                detail = f"no call {call_id} is known here: it was never made, or its task was removed by retention"
-                await bury(runtime, delivery, MalformedMessage("unknown_call", detail))
-                return
-            is_ending = arrival.state is not None
-            await self._go_on(delivery, ruling, is_ending=is_ending, trigger_name=str(call_id), asked_s=asked_s)
+        if ruling.verdict is Verdict.LATE:
+            runtime.metrics.late_replies.inc()
+        if _is_applied(ruling) and arrival.state is not None:
+            runtime.marks.forget(arrival.call_id)
 
     async def _resume(self, delivery: Delivery, task_id: TaskId, epoch: int) -> None:
         runtime = self._runtime
@@ -170,16 +206,32 @@ def _subject_of(reply: Reply) -> UUID:
         raise MalformedMessage("unknown_call", detail) from None
 
 
-def _arrival_of(reply: Reply, call_id: CallId) -> Arrival:
+def _arrival_of(reply: Reply, call_id: CallId, service: str, is_redelivered: bool) -> Arrival:
+    state, value, told = _end_of(reply)
+    return Arrival(call_id, state, value, is_redelivered=is_redelivered, progress=told, service=service)
+
+
+def _end_of(reply: Reply) -> tuple[CallState | None, bytes, dict[str, Any] | None]:
+    """How a reply ends its call, and with what; a progress does not."""
     match reply.kind:
         case ReplyKind.RESULT:
-            return Arrival(call_id, CallState.OK, to_blob(reply.body))
+            return CallState.OK, to_blob(reply.body), None
         case ReplyKind.ERROR:
-            return Arrival(call_id, CallState.FAILED, encode(reply.problem))
+            return CallState.FAILED, encode(reply.problem), None
         case ReplyKind.PROGRESS:
             progress = reply.progress
             assert progress is not None
-            told = {"done": progress.done, "total": progress.total, "message": progress.message}
-            return Arrival(call_id, None, b"", progress=told)
+            return None, b"", {"done": progress.done, "total": progress.total, "message": progress.message}
         case ReplyKind.TIMEOUT | ReplyKind.RESUME:
-            return Arrival(call_id, CallState.TIMED_OUT, encode(problem("timed_out", detail="no answer in time")))
+            return CallState.TIMED_OUT, encode(problem("timed_out", detail="no answer in time")), None
+
+
+def _is_applied(ruling: Ruling) -> bool:
+    return ruling.verdict in (Verdict.GRANTED, Verdict.RECORDED)
+
+
+def _is_just_recorded(arrival: Arrival, ruling: Ruling) -> bool:
+    """Tell whether nothing is left to do for a reply but its ack: nobody runs, nothing is to be sent."""
+    is_plain = arrival.state is not CallState.TIMED_OUT and not arrival.is_redelivered
+    is_parked = ruling.task is not None and ruling.task.state is TaskState.PARKED
+    return ruling.verdict is Verdict.RECORDED and is_plain and is_parked

@@ -10,7 +10,7 @@ import asyncio
 import time
 
 import structlog
-from structlog.contextvars import bound_contextvars
+from structlog.contextvars import bind_contextvars
 
 from coatcheck.broker import wire
 from coatcheck.broker.port import Delivery
@@ -68,38 +68,38 @@ class Requests:
     async def _handle(self, delivery: Delivery, request: wire.Request, *, is_known: bool, is_in_doubt: bool) -> None:
         runtime = self._runtime
         task_id = task_id_of(runtime.app.service, request.identity)
-        with bound_contextvars(task_id=str(task_id), correlation_id=request.correlation_id):
-            try:
-                caller = await self._find_caller(delivery, request, task_id)
-            except Unauthorized as error:
-                await self._refuse_caller(delivery, request, task_id, error)
-                return
-            except TransientError as error:
-                log.warning("caller_not_known_now", exception=type(error).__name__)
-                # Growing: each return counts towards the queue's delivery limit, and an outage may last for hours.
-                await asyncio.sleep(min(LONGEST_UNKNOWN_CALLER_PAUSE_S, 2.0 ** min(delivery.delivery_count - 1, 10)))
-                delivery.requeue()
-                return
-            handler = runtime.app.find_handler(request.handler)
-            birth = birth_of(
-                request,
-                service=runtime.app.service,
-                task_id=task_id,
-                handler=request.handler if handler is None else handler.name,
-                version=runtime.app.version,
-                caller=caller,
-            )
-            live = runtime.lives.find(task_id)
-            if live is not None and self._joins(delivery, birth, live):
-                return
-            if live is not None and live.birth is not None and live.birth.digest != birth.digest:
-                await self._refuse_conflict(delivery, birth)
-            elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, handler)):
-                # A run alive in this process needs nobody to take it over.
-                is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or live.is_settled)
-                await self._accept(delivery, birth, is_redelivered=is_lost)
-            else:
-                await self._start(self._fresh(delivery, request, birth, handler))
+        bind_contextvars(task_id=str(task_id), correlation_id=request.correlation_id)
+        try:
+            caller = await self._find_caller(delivery, request, task_id)
+        except Unauthorized as error:
+            await self._refuse_caller(delivery, request, task_id, error)
+            return
+        except TransientError as error:
+            log.warning("caller_not_known_now", exception=type(error).__name__)
+            # Growing: each return counts towards the queue's delivery limit, and an outage may last for hours.
+            await asyncio.sleep(min(LONGEST_UNKNOWN_CALLER_PAUSE_S, 2.0 ** min(delivery.delivery_count - 1, 10)))
+            delivery.requeue()
+            return
+        handler = runtime.app.find_handler(request.handler)
+        birth = birth_of(
+            request,
+            service=runtime.app.service,
+            task_id=task_id,
+            handler=request.handler if handler is None else handler.name,
+            version=runtime.app.version,
+            caller=caller,
+        )
+        live = runtime.lives.find(task_id)
+        if live is not None and self._joins(delivery, birth, live):
+            return
+        if live is not None and live.birth is not None and live.birth.digest != birth.digest:
+            await self._refuse_conflict(delivery, birth)
+        elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, handler)):
+            # A run alive in this process needs nobody to take it over.
+            is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or live.is_settled)
+            await self._accept(delivery, birth, is_redelivered=is_lost)
+        else:
+            await self._start(self._fresh(delivery, request, birth, handler))
 
     def _is_suspect(self, delivery: Delivery, handler: Handler | None) -> bool:
         """Whether the rows are asked before anything runs."""

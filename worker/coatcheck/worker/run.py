@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 from uuid import UUID
 
@@ -88,6 +90,7 @@ class Run:
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
         invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, host: Host,
         caller: Caller | None = None, defaults: CallDefaults | None = None, log: Any = None,
+        now: Callable[[], datetime] | None = None,
     ) -> None:  # fmt: skip
         self.task_id = task_id
         self.identity = identity
@@ -95,6 +98,7 @@ class Run:
         self.version = version
         self.caller = caller
         self.defaults = defaults or CallDefaults()
+        self.now = now or partial(datetime.now, UTC)
         self.log = log if log is not None else structlog.get_logger("coatcheck.run")
         self.host = host
         self.ledger = Ledger(history, locate=classify.caller_line)

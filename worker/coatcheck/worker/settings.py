@@ -8,27 +8,38 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import getpass
 import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any, Protocol, Self, TypeVar, get_type_hints
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from coatcheck.broker.topology import SWEEPER_QUEUE
 from coatcheck.errors import InvalidSettings
 
-__all__ = ["ENVIRONMENT", "Checkpointing", "LogFormat", "LogLevel", "Settings", "SettingsWarning", "redacted"]
+__all__ = [
+    "ENVIRONMENT",
+    "Checkpointing",
+    "EventLoop",
+    "LogFormat",
+    "LogLevel",
+    "Settings",
+    "SettingsWarning",
+    "redacted",
+]
 
 PREFIX = "COATCHECK_"
-DEFAULT_BROKER = "amqp://guest:guest@localhost:5672/"
-BROKER_SCHEMES = ("amqp", "amqps", "memory")
-STORE_SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
+QUEUES_IN_STORE = "pg://"
+"""The broker used when none is named: queues in the store's own database."""
+EMBEDDED_STORE = "embedded://"
+"""The store used when none is named: a Postgres of our own in the nearest `.coatcheck/`. A path names another place."""
+BROKER_SCHEMES = ("amqp", "amqps", "pg", "memory")
+STORE_SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg", "embedded")
 # Variables with our prefix that belong to the test suite and the tools, not to a worker.
 _NOT_OURS = ("COATCHECK_TEST_", "COATCHECK_CRASH", "COATCHECK_PG_BIN")
 
@@ -54,6 +65,14 @@ class Checkpointing(StrEnum):
     OFF = "off"
 
 
+class EventLoop(StrEnum):
+    """What a worker or sweeper runs on: uvloop's loop where it is installed, or the one that was named."""
+
+    AUTO = "auto"
+    ASYNCIO = "asyncio"
+    UVLOOP = "uvloop"
+
+
 class LogFormat(StrEnum):
     JSON = "json"
     CONSOLE = "console"
@@ -66,13 +85,9 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-def default_store() -> str:
-    """Return the store used when none is named: the database `coatcheck` on this machine, as the current user."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a uid that has no name
-        user = "postgres"
-    return f"postgresql://{quote(user, safe='')}@localhost:5432/coatcheck"
+def is_embedded(store: str) -> bool:
+    """Tell whether this store is a server that we start ourselves."""
+    return store.startswith(EMBEDDED_STORE)
 
 
 class Rule(Protocol):
@@ -96,15 +111,20 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Count:
+    """`zero` is a word that means 0."""
+
     about: str
     low: int
     high: int
+    zero: str | None = None
 
     def parse(self, value: object) -> int:
+        if isinstance(value, str) and self.zero is not None and value.strip().lower() == self.zero:
+            value = 0
         if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}", value.strip()):
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError("must be a whole number")
+            raise ValueError(f"must be a whole number{f' or {self.zero}' if self.zero else ''}")
         return _within(value, self.low, self.high)
 
 
@@ -188,12 +208,19 @@ class Settings:
     timedelta afterwards. The same goes for the other kinds: what can be written in the environment can be passed here.
     """
 
-    broker: Annotated[str, Url("where messages travel: amqp://user:password@host:port/vhost", BROKER_SCHEMES)] = (
-        DEFAULT_BROKER
-    )
-    store: Annotated[str, Url("where waiting tasks are kept: postgresql://user@host:port/database", STORE_SCHEMES)] = (
-        field(default_factory=default_store)
-    )
+    broker: Annotated[
+        str,
+        Url(
+            "where messages travel: amqp://user:password@host:port/vhost; pg:// is the store's database", BROKER_SCHEMES
+        ),
+    ] = QUEUES_IN_STORE
+    store: Annotated[
+        str,
+        Url(
+            "where waiting tasks are kept: postgresql://user@host:port/database; embedded:// runs one in .coatcheck/",
+            STORE_SCHEMES,
+        ),
+    ] = EMBEDDED_STORE
     checkpointing: Annotated[
         Checkpointing,
         Choice(
@@ -206,6 +233,13 @@ class Settings:
         int, Count("requests a process holds at once; 0 means as many as handlers run", 0, _AMQP_MAX_PREFETCH)
     ] = 0
     reply_prefetch: Annotated[int, Count("replies a process holds at once", 1, _AMQP_MAX_PREFETCH)] = 500
+    processes: Annotated[
+        int,
+        Count("replicas that one `coatcheck worker` runs, each a process; 0 or auto: one per core", 0, 1024, "auto"),
+    ] = 1
+    loop: Annotated[
+        EventLoop, Choice("event loop of workers and sweepers: asyncio, uvloop, or auto for the fastest", EventLoop)
+    ] = EventLoop.AUTO
 
     lease: Annotated[
         timedelta, Duration("how long a run may go unrenewed before another replica takes it over", 100 * _MS, _HOUR)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import typing
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -57,6 +57,11 @@ class Steps:
     @property
     def is_running(self) -> bool:
         return bool(self._running)
+
+    @property
+    def in_flight(self) -> Mapping[str, asyncio.Task[None]]:
+        """What runs now, by key."""
+        return self._running
 
     @property
     def is_idle(self) -> bool:

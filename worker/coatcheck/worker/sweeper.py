@@ -33,13 +33,14 @@ from coatcheck.broker.wire import make_resume, make_timeout
 from coatcheck.errors import BrokerUnavailable, CoatcheckError, TransientError
 from coatcheck.points import reach
 from coatcheck.store.rows import Task, TaskState
-from coatcheck.store.store import Store
+from coatcheck.store.store import OpenStore, Store
 from coatcheck.store.sweeps import LookedAt
 from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Outbox
+from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Settings
 from coatcheck.worker.worker import check_schema
 
@@ -51,39 +52,50 @@ BATCH_SIZE = 1000
 LOOK_AGAIN = timedelta(seconds=30)
 """How long a row stays out of the way after something was emitted for it."""
 HOUSEKEEPING_S = 30.0
+SLICE_PAUSE_S = 1.0
+"""Between two slices of parked tasks that are looked at for any without a waker: a million make a thousand slices."""
 QUIET_BEFORE_REPAIR = timedelta(seconds=60)
 SHORTEST_PAUSE_S = 0.01
 
 
 class Sweeper:
-    """One sweeper process. `run` returns after `stop`."""
+    """One sweeper process. `run` returns after `stop`. `open_store` makes another store than the settings name."""
 
-    def __init__(self, settings: Settings | None = None, *, name: str | None = None) -> None:
+    def __init__(
+        self, settings: Settings | None = None, *, name: str | None = None, open_store: OpenStore | None = None
+    ) -> None:
         self.settings = settings or Settings.load()
         self.name = name or f"sweeper-{socket.gethostname()}-{os.getpid()}"
         self.metrics = Metrics()
+        self._open_store = open_store
         self._stopping = asyncio.Event()
         self._hinted = asyncio.Event()
         self._look_at_s = math.inf
         self._cursor = UUID(int=0)
-        self._housekept_s = 0.0
+        self._housekeeping_at_s = -math.inf
         self.is_ready = False
 
     def stop(self) -> None:
         self._stopping.set()
         self._hinted.set()
 
+    def hurry(self) -> None:
+        """Look now, whenever the next look was planned: for whoever holds the clock of the store in hand."""
+        self._look_at_s = -math.inf
+        self._hinted.set()
+
     async def run(self) -> None:
         """Sweep until told to stop; outages of either server are waited out."""
         with structlog.contextvars.bound_contextvars(replica=self.name):
             async with AsyncExitStack() as stack:
+                self.settings = await settle(self.settings, makes=True)
                 checks = {"started": True}
                 health = HealthServer.from_settings(
                     self.settings, live=lambda: checks, ready=lambda: {"started": self.is_ready}, metrics=self.metrics
                 )
                 if health is not None:
                     await stack.enter_async_context(health)
-                store = Store(self.settings.store, pool_size=2)
+                store = (self._open_store or Store)(self.settings.store, pool_size=2)
                 stack.push_async_callback(store.close)
                 warn_of_exposures(self.settings)
                 broker = connect(
@@ -104,7 +116,7 @@ class Sweeper:
             self._look_at_s = math.inf
             try:
                 if not broker.is_connected:  # a look puts rows off, and nobody would hear of them
-                    raise BrokerUnavailable("RabbitMQ is away")
+                    raise BrokerUnavailable("the broker is away")
                 is_full = await self._sweep(store, outbox)
                 pause_s = 0.0 if is_full else await self._pause_s(store)
                 self.is_ready = True
@@ -135,9 +147,9 @@ class Sweeper:
         reach("sweep_looked")
         if looked:
             await self._emit(looked, store, outbox)
-        if time.monotonic() - self._housekept_s >= HOUSEKEEPING_S:
-            await self._keep_house(store)
-        return max(len(looked.due) + len(looked.unsent), len(looked.overdue) + len(looked.unsent_finals)) >= BATCH_SIZE
+        has_more = time.monotonic() >= self._housekeeping_at_s and await self._keep_house(store)
+        taken = max(len(looked.due) + len(looked.unsent), len(looked.overdue) + len(looked.unsent_finals))
+        return has_more or taken >= BATCH_SIZE
 
     async def _emit(self, looked: LookedAt, store: Store, outbox: Outbox) -> None:
         timeouts = [Outgoing(Names(call.service).replies, make_timeout(str(call.call_id))) for call in looked.due]
@@ -167,21 +179,25 @@ class Sweeper:
             overdue_s=round(looked.oldest.total_seconds(), 3),
         )
 
-    async def _keep_house(self, store: Store) -> None:
-        """Remove what retention is done with, and look at the next slice of parked tasks for any without a waker."""
-        while await store.retire(limit=BATCH_SIZE) == BATCH_SIZE and not self._stopping.is_set():
-            pass
+    async def _keep_house(self, store: Store) -> bool:
+        """Remove what retention is done with, or look at the next slice of parked tasks for any without a waker. One
+        batch of either, for what is due meanwhile waits. True: retention has more to remove.
+        """
+        if await store.retire(limit=BATCH_SIZE) == BATCH_SIZE:
+            return True
         repaired, last = await store.repair(after=self._cursor, limit=BATCH_SIZE, quiet=QUIET_BEFORE_REPAIR)
         reach("sweep_repaired")
         self._cursor = last or UUID(int=0)
         if repaired:
             self.metrics.orphans.inc(repaired)
             log.error("orphans_repaired", task_count=repaired)
+        pause_s = HOUSEKEEPING_S if last is None else min(SLICE_PAUSE_S, HOUSEKEEPING_S)
+        self._housekeeping_at_s = time.monotonic() + pause_s
         if last is None:
-            self._housekept_s = time.monotonic()
             counts = await store.count_tasks()
             for state in TaskState:
                 self.metrics.tasks.labels(state.value).set(counts.get(state, 0))
+        return False
 
     async def _pause_s(self, store: Store) -> float:
         """Until the next due time, but never longer than the interval: a hint may have been lost."""

@@ -179,11 +179,9 @@ class CallWork(RowWork[Any]):
         return self.retry is None
 
     def open_row(self, key: str, call_id: CallId) -> NewCall:
-        base = key.partition("~")[0]
         return NewCall(
             call_id, key, Kind.CALL, self.wanted.name, self.wanted.digest,
             peer=self.peer, body=blobs.encode(self.body), handler=self.handler, idle=self.idle, hard=self.hard,
-            headers={"cc-key": f"{self.run.task_id}:{base}"},
         )  # fmt: skip
 
     def read(self, recorded: Recorded) -> tuple[Any, Exception | None]:
@@ -261,7 +259,6 @@ class SendWork(Work[None]):
         return NewCall(
             call_id, key, Kind.SEND, self.wanted.name, self.wanted.digest,
             peer=self.peer, body=blobs.encode(self.body), handler=self.handler,
-            headers={"cc-key": f"{self.run.task_id}:{key}"},
         )  # fmt: skip
 
 

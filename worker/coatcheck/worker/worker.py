@@ -11,7 +11,7 @@ import asyncio
 import os
 import platform
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -20,19 +20,19 @@ import structlog
 
 from coatcheck.broker import connect
 from coatcheck.broker.bodies import Limits
-from coatcheck.broker.port import Broker, Consumer, Delivery, Outgoing
+from coatcheck.broker.port import Broker, Consumer, Outgoing
 from coatcheck.broker.wire import make_resume
-from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, StoreUnavailable
+from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
 from coatcheck.store.migrate import newest_version
-from coatcheck.store.store import Store
+from coatcheck.store.store import OpenStore, Store
 from coatcheck.worker.app import App
 from coatcheck.worker.broadcast import Broadcasts
 from coatcheck.worker.control import Orders
-from coatcheck.worker.deadletters import bury
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.gate import StoreGate
 from coatcheck.worker.health import HealthServer
+from coatcheck.worker.hops import Hop, Hops
 from coatcheck.worker.leases import Leases
 from coatcheck.worker.live import LiveRuns, Slots
 from coatcheck.worker.metrics import Metrics
@@ -42,34 +42,61 @@ from coatcheck.worker.replies import Replies
 from coatcheck.worker.requests import Requests
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.selftest import find_unsupported
+from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Checkpointing, Settings, redacted
 
 log = structlog.get_logger(__name__)
 
-Hop = Callable[[Delivery], Coroutine[Any, Any, None]]
-
 CONTROL_PREFETCH = 20
 UNWIND_S = 6.0
 """How long runs that are cut short may take to clean up after themselves."""
-LONGEST_SURPRISE_PAUSE_S = 5.0
-MOST_SURPRISES = 5
-"""A delivery that fails in a way nobody foresaw is tried this often, then buried."""
 
 
 class Worker:
-    """One replica of an app. `run` returns when `stop` was called and everything is put down."""
+    """One replica of an app. `run` returns when `stop` was called and everything is put down.
 
-    def __init__(self, app: App, settings: Settings | None = None, *, name: str | None = None) -> None:
+    `open_store` makes another store than the one the settings name, such as one in memory.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: Settings | None = None,
+        *,
+        name: str | None = None,
+        open_store: OpenStore | None = None,
+    ) -> None:
         self.app = app
         self.settings = settings or app.load_settings()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}"
         self.metrics = Metrics()
         self.is_ready = False
+        self.runtime: Runtime | None = None
+        """The parts its hops share, once it has begun to run."""
+        self._open_store = open_store
         self._stopping = asyncio.Event()
         self._consumers: dict[str, Consumer] = {}
-        self._hops: set[asyncio.Task[None]] = set()
+        self._hops: Hops | None = None
         self._broker: Broker | None = None
         self._gate: StoreGate | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no delivery is under way from its arrival to its ack."""
+        return not self._hops
+
+    def live_checks(self) -> dict[str, bool]:
+        """What `/livez` tells of it."""
+        return {"running": True}
+
+    def ready_checks(self) -> dict[str, bool]:
+        """What `/readyz` tells of it."""
+        is_store_up = self._gate is not None and self._gate.is_open
+        return {
+            "started": self.is_ready,
+            "broker": self._broker is not None and self._broker.is_connected,
+            "store": is_store_up or self.settings.checkpointing is Checkpointing.OFF,
+        }
 
     def stop(self) -> None:
         """Begin to drain; may be called from a signal handler, and repeated."""
@@ -82,8 +109,9 @@ class Worker:
                 await self._run(stack)
 
     async def _run(self, stack: AsyncExitStack) -> None:
+        self.settings = await settle(self.settings, makes=True)
         health = HealthServer.from_settings(
-            self.settings, live=self._live_checks, ready=self._ready_checks, metrics=self.metrics
+            self.settings, live=self.live_checks, ready=self.ready_checks, metrics=self.metrics
         )
         if health is not None:
             await stack.enter_async_context(health)
@@ -94,7 +122,7 @@ class Worker:
         await stack.enter_async_context(self._broker)
         await self._broker.declare_service(self.app.service)
         await self._broker.declare_sweeper(self.settings.sweeper_queue)
-        runtime = await self._assemble(stack, self._broker)
+        self.runtime = runtime = await self._assemble(stack, self._broker)
         ram_calls = RamCalls(runtime.limits)
         executor = Executor(runtime, ram_calls)
         leases = Leases(runtime)
@@ -114,7 +142,7 @@ class Worker:
 
     async def _assemble(self, stack: AsyncExitStack, broker: Broker) -> Runtime:
         settings = self.settings
-        store = Store(settings.store, lease=settings.lease, observe=self._observe)
+        store = (self._open_store or Store)(settings.store, lease=settings.lease, observe=self._observe)
         stack.push_async_callback(store.close)
         self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, metrics=self.metrics)
         stack.push_async_callback(self._gate.stop)
@@ -151,6 +179,7 @@ class Worker:
         self, group: asyncio.TaskGroup, runtime: Runtime, executor: Executor, leases: Leases, ram_calls: RamCalls
     ) -> None:
         names, settings = self.app.names, self.settings
+        self._hops = under_way = Hops(group, runtime)
         hops: list[tuple[str, str, Hop, int]] = [
             ("requests", names.requests, Requests(runtime, executor).handle, settings.request_prefetch)
         ]
@@ -159,11 +188,12 @@ class Worker:
         hops.append(("broadcasts", replica_queue, Broadcasts(runtime).handle, CONTROL_PREFETCH))
         hops.append(("control", names.control, Orders(runtime).handle, CONTROL_PREFETCH))
         if runtime.uses_store:
-            hops.append(("replies", names.replies, Replies(runtime, executor).handle, settings.reply_prefetch))
+            replies = Replies(runtime, executor, under_way)
+            hops.append(("replies", names.replies, replies.receive, settings.reply_prefetch))
         if runtime.private_queue is not None:
             await self._broker.consume(runtime.private_queue, ram_calls.on_delivery, prefetch=settings.reply_prefetch)
         for name, queue, hop, prefetch in hops:
-            on_delivery = partial(self._spawn, group, runtime, hop)
+            on_delivery = partial(under_way.take, hop)
             on_lost = partial(self._on_lost, group, runtime, leases, queue)
             self._consumers[name] = await self._broker.consume(queue, on_delivery, prefetch=prefetch, on_lost=on_lost)
         if not runtime.gate.is_open:
@@ -174,33 +204,6 @@ class Worker:
         """Resume what was paused a moment ago, if the gate was opened meanwhile and nobody was there to hear it."""
         if gate.is_open:
             await self._resume()
-
-    def _spawn(self, group: asyncio.TaskGroup, runtime: Runtime, hop: Hop, delivery: Delivery) -> None:
-        task = group.create_task(self._guard(runtime, hop, delivery))
-        self._hops.add(task)
-        task.add_done_callback(self._hops.discard)
-
-    async def _guard(self, runtime: Runtime, hop: Hop, delivery: Delivery) -> None:
-        """A surprise in one delivery must not end the replica, nor loop for ever."""
-        try:
-            await hop(delivery)
-        except Exception as error:
-            log.exception("delivery_surprised", queue=delivery.queue, delivery_count=delivery.delivery_count)
-            if delivery.delivery_count >= MOST_SURPRISES:
-                reason = MalformedMessage("internal_error", f"{type(error).__name__} while handling it; see the log")
-                await self._try_to_bury(runtime, delivery, reason)
-                return
-            await asyncio.sleep(0.5 * delivery.delivery_count)
-            delivery.requeue()
-
-    async def _try_to_bury(self, runtime: Runtime, delivery: Delivery, reason: MalformedMessage) -> None:
-        """Whatever a letter does to us must not end the replica: then the queue's own limit ends the loop."""
-        try:
-            await bury(runtime, delivery, reason)
-        except Exception:
-            log.exception("delivery_not_buried", queue=delivery.queue, delivery_count=delivery.delivery_count)
-            await asyncio.sleep(LONGEST_SURPRISE_PAUSE_S)
-            delivery.requeue()
 
     def _on_lost(self, group: asyncio.TaskGroup, runtime: Runtime, leases: Leases, queue: str) -> None:
         """The broker has taken back what we held: our runs live on under their leases, so that nobody starts them
@@ -241,18 +244,17 @@ class Worker:
         log.info("worker_draining", run_count=len(runtime.lives))
         for name in self._consumers:
             await self._switch(name, is_on=False)
-        deadline_s = asyncio.get_running_loop().time() + self.settings.grace.total_seconds()
-        while self._hops and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
-            await asyncio.wait(self._hops, timeout=left_s)
+        assert self._hops is not None
+        await self._hops.wait(self.settings.grace.total_seconds())
         if self._hops:
-            await self._let_go(runtime, leases)
+            await self._let_go(runtime, leases, self._hops)
         await runtime.marks.flush() if runtime.uses_store else None
         await runtime.outbox.drain()
 
-    async def _let_go(self, runtime: Runtime, leases: Leases) -> None:
+    async def _let_go(self, runtime: Runtime, leases: Leases, hops: Hops) -> None:
         runtime.lives.is_closed = True
         lives = list(runtime.lives)
-        log.warning("runs_cut_short", run_count=len(lives), hop_count=len(self._hops))
+        log.warning("runs_cut_short", run_count=len(lives), hop_count=len(hops))
         await leases.give_up(lives)
         for live in lives:
             live.is_let_go = True
@@ -265,25 +267,12 @@ class Worker:
                 await runtime.outbox.publish(resumes)
         except BrokerUnavailable as error:
             log.warning("resumes_not_sent", error=str(error))  # the sweeper sees their leases end
-        if self._hops:
-            await asyncio.wait(self._hops, timeout=UNWIND_S)
-        for hop in self._hops:
-            hop.cancel()  # unacked, it goes back to its queue with the connection
+        await hops.wait(UNWIND_S)
+        hops.cancel()
 
     def _observe(self, operation: str, size: int, seconds: float) -> None:
         self.metrics.batch_size.labels(operation).observe(size)
         self.metrics.commit_seconds.labels(operation).observe(seconds)
-
-    def _live_checks(self) -> dict[str, bool]:
-        return {"running": True}
-
-    def _ready_checks(self) -> dict[str, bool]:
-        is_store_up = self._gate is not None and self._gate.is_open
-        return {
-            "started": self.is_ready,
-            "broker": self._broker is not None and self._broker.is_connected,
-            "store": is_store_up or self.settings.checkpointing is Checkpointing.OFF,
-        }
 
 
 async def _probe(store: Store) -> None:
