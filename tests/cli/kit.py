@@ -25,7 +25,7 @@ T = TypeVar("T")
 COATCHECK = [sys.executable, "-c", "from coatcheck.cli import main; main(prog_name='coatcheck')"]
 NOWHERE_BROKER = "amqp://guest:guest@127.0.0.1:1/"
 NOWHERE_STORE = "postgresql://nobody@127.0.0.1:1/nothing"
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Cli:
             env=self.process_environ(),
             text=True,
             capture_output=True,
-            timeout=60,
+            timeout=100,
             check=False,
             **options,
         )
@@ -105,6 +105,15 @@ class Process:
             if line.startswith("{") and (found := json.loads(line)).get("event") == event:
                 return found
         raise AssertionError(f"the process ended without {event}:\n{''.join(self._lines)}")
+
+    def wait_for_line(self, text: str) -> str:
+        """Read what it says to a person until a line has this text."""
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self._lines.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"the process ended without {text!r}:\n{''.join(self._lines)}")
 
     def signal(self, number: signal.Signals) -> None:
         self.popen.send_signal(number)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 import pytest
-from tests.cli.kit import COATCHECK, Cli, Process, until, with_broker, with_store
+from tests.cli.kit import COATCHECK, NOWHERE_STORE, Cli, Process, until, with_broker, with_store
 from tests.conftest import ServiceNames
 from tests.store.kit import birth, call, cancel_of, done, park, put_of, start, written
 
@@ -37,6 +37,11 @@ async def fail(ctx: Context) -> None:
 async def wait(ctx: Context, seconds: float) -> str:
     await ctx.sleep(seconds)
     return "woke"
+
+@app.task
+async def linger(ctx: Context, seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "done"
 
 @app.task
 async def report(ctx: Context) -> str:
@@ -108,6 +113,28 @@ def test_submit_prints_an_id_that_result_takes(cli: Cli, service: str, worker: P
     assert cli.json("result", task_id[:8]) == {"task_id": task_id, "state": "done", "result": {"hello": "Ada"}}
 
 
+def test_somebody_who_waits_for_a_held_task_is_told_why_once(cli: Cli, service: str, worker: Process):
+    with cli.start("submit", service, "1", "--task", "helo", "--wait") as waiting:
+        said = waiting.wait_for_line("is held")
+        task_id = said.split()[1]
+        cancelled = cli("cancel", task_id, "--wait", "--timeout", "60")
+        code, _, err = waiting.end()
+
+    assert said.startswith(f"Task {task_id} is held: {service} has no handler 'helo'")
+    assert "did you mean 'hello'?" in said
+    assert cancelled.exit_code == 0, cancelled.output
+    assert code == 1
+    assert err.count("is held") == 1
+
+
+def test_somebody_who_may_not_look_at_the_store_waits_all_the_same(cli: Cli, service: str, worker: Process):
+    blind = Cli({**cli.environ, "COATCHECK_STORE": NOWHERE_STORE})
+
+    result = blind.run("submit", service, "1.5", "--task", "linger", "--wait")
+
+    assert (result.stdout, result.stderr) == ('"done"\n', "")
+
+
 def test_the_same_identity_is_the_same_task(cli: Cli, service: str, worker: Process):
     first = cli.json("submit", service, '"Ada"', "--id", "order-1")
     second = cli.json("submit", service, '"Ada"', "--id", "order-1")
@@ -166,6 +193,16 @@ def test_a_service_that_never_ran_is_one_line(cli: Cli, service: str):
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: there is no service {service!r} on this broker")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_who_waits_for_a_result_waits_for_the_service_too(cli: Cli, service: str, request: pytest.FixtureRequest):
+    with cli.start("submit", service, '"Ada"', "--wait") as asking:
+        assert asking.popen.stderr is not None
+        assert asking.popen.stderr.readline().startswith(f"Waiting up to 30 s: there is no service {service!r}")
+        request.getfixturevalue("worker")
+        exit_code, output, _ = asking.end()
+
+    assert (exit_code, json.loads(output)) == (0, {"hello": "Ada"})
 
 
 def test_a_broker_that_is_away_is_one_line_within_seconds(bare_cli: Cli):

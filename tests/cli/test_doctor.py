@@ -75,7 +75,7 @@ def test_both_servers_away_are_two_failures_with_their_fixes(bare_cli: Cli):
     assert findings(found, "store")[0][0] == "fail"
     assert fixes(found, "store") == ["start Postgres, or set COATCHECK_STORE to where it is"]
     assert findings(found, "broker")[0][0] == "fail"
-    assert fixes(found, "broker") == ["start RabbitMQ, or set COATCHECK_BROKER to where it is"]
+    assert fixes(found, "broker") == ["start the broker, or set COATCHECK_BROKER to where it is"]
 
 
 def test_passwords_stay_out_of_findings():

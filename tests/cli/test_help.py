@@ -25,11 +25,14 @@ def _commands(group: click.Group = main, path: tuple[str, ...] = ()) -> dict[str
 
 
 COMMANDS = _commands()
-PRINTS_NO_DATA = {"worker", "sweeper", "dead"}
+PRINTS_NO_DATA = {"worker", "sweeper", "dead", "dev", "new"}
 
 
 def test_the_commands_are_those_that_were_promised():
     promised = {
+        "demo",
+        "new",
+        "dev",
         "worker",
         "sweeper",
         "migrate",

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from tests.cli.kit import NOWHERE_BROKER, Cli, until, with_broker, with_store
 
 from coatcheck.broker import Outgoing, make_request
 from coatcheck.broker.bodies import Body
-from coatcheck.cli.processes import run_until_signalled
-from coatcheck.errors import StoreUnavailable
+from coatcheck.cli.processes import loop_factory, run_until_signalled
+from coatcheck.errors import InvalidSettings, StoreUnavailable
+from coatcheck.worker.settings import EventLoop
 
 SERVICE = """
 import asyncio, os
@@ -204,6 +206,30 @@ def test_a_sweeper_that_waits_for_postgres_can_be_stopped(broker_cli: Cli):
 
     assert code == 0
     assert "Traceback" not in err
+
+
+def test_a_worker_runs_on_the_loop_that_was_asked_for(cli: Cli, here: Path, service_name: str):
+    pytest.importorskip("uvloop")
+    source = (
+        "\n@app.task\nasync def tell(ctx: Context) -> str:\n    return type(asyncio.get_running_loop()).__module__\n"
+    )
+    (here / "service.py").write_text(SERVICE + source)
+    for asked, got in (("asyncio", "asyncio.unix_events"), ("uvloop", "uvloop"), ("auto", "uvloop")):
+        chosen = using(cli, service_name, COATCHECK_LOOP=asked)
+        with chosen.start("worker", "service:app", cwd=here) as worker:
+            worker.wait_for("worker_started")
+            told = chosen.run("submit", service_name, "--task", "tell", "--wait", cwd=here)
+
+        assert told.stdout == f'"{got}"\n', told.stderr
+
+
+def test_a_loop_that_is_not_installed_is_refused_unless_any_will_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+
+    with pytest.raises(InvalidSettings, match="uvloop: it is not installed; `pip install"):
+        loop_factory(EventLoop.UVLOOP)
+
+    assert loop_factory(EventLoop.AUTO) is asyncio.new_event_loop
 
 
 async def test_a_part_that_does_not_stop_is_cut_off_and_that_is_an_error():

@@ -9,6 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import UUID
@@ -19,11 +23,16 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from coatcheck.cli.finding import find_task_id
 from coatcheck.cli.options import broker_option, json_option, make_client, store_option
 from coatcheck.cli.output import clean, emit_json, pretty, say, stderr
-from coatcheck.errors import TaskCancelled, TaskFailed
+from coatcheck.cli.payloads import read_problem
+from coatcheck.errors import CoatcheckError, NobodyThere, TaskCancelled, TaskFailed
 from coatcheck.store.rows import TaskState
 from coatcheck.worker.client import Client, Ticket
 
 NOT_YET = 3
+PATIENCE_S = 30.0
+"""How long somebody who waits for a result also waits for the service to appear."""
+
+LOOK_AGAIN_S = 1.0
 
 timeout_option = click.option(
     "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="How long to wait; the task goes on after that."
@@ -67,7 +76,7 @@ def submit(
     BODY is JSON, or @FILE to read it from a file, or - to read it from stdin; without one the body is null. Prints
     the id of the task, which `coatcheck result` and `coatcheck show` take. With --wait it prints the result as JSON
     instead; if the task fails, the problem goes to stderr and the exit code is 1, or 3 if there was no end within
-    --timeout.
+    --timeout. If the service is not there yet, --wait also waits for that, half a minute at most.
 
     \b
     Example:
@@ -116,10 +125,12 @@ async def _submit(
     waits: bool,
     as_json: bool,
 ) -> None:
-    async with client:
-        ticket = await client.submit(service, value, task=task, identity=identity, token=token)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        ask = partial(client.submit, service, value, task=task, identity=identity, token=token)
+        ticket = await (_ask_patiently(ask) if waits else ask())
         if waits:
-            found = await _wait(ticket, timeout_s, as_json=as_json)
+            found = await _wait(client, ticket, timeout_s, as_json=as_json)
             _print_result(ticket.task_id, found, as_json=as_json)
         elif as_json:
             emit_json({"task_id": ticket.task_id, "service": service})
@@ -127,8 +138,24 @@ async def _submit(
             say(str(ticket.task_id))
 
 
-async def _wait(ticket: Ticket, timeout_s: float | None, *, as_json: bool) -> Any:
-    following = asyncio.ensure_future(_follow(ticket))
+async def _ask_patiently(ask: Callable[[], Awaitable[Ticket]]) -> Ticket:
+    """Ask again while nobody is there to be asked: whoever waits may well have started the service a moment ago."""
+    ends_s = time.monotonic() + PATIENCE_S
+    has_said = False
+    while True:
+        try:
+            return await ask()
+        except NobodyThere as error:
+            if time.monotonic() >= ends_s:
+                raise
+            if not has_said:
+                has_said = True
+                say(f"Waiting up to {PATIENCE_S:g} s: {error}", err=True, style="dim")
+            await asyncio.sleep(0.2)
+
+
+async def _wait(client: Client, ticket: Ticket, timeout_s: float | None, *, as_json: bool) -> Any:
+    following = [asyncio.ensure_future(_follow(ticket)), asyncio.ensure_future(_tell_if_held(client, ticket.task_id))]
     try:
         return await ticket.result(timeout_s)
     except TaskFailed as error:
@@ -139,8 +166,25 @@ async def _wait(ticket: Ticket, timeout_s: float | None, *, as_json: bool) -> An
         say(f"Task {ticket.task_id} goes on; see `coatcheck result {ticket.task_id}`.", err=True)
         raise
     finally:
-        following.cancel()
-        await asyncio.wait([following])
+        for task in following:
+            task.cancel()
+        await asyncio.wait(following)
+
+
+async def _tell_if_held(client: Client, task_id: UUID) -> None:
+    """Say once that a task cannot go on, and why. Whoever may not look at the store, or cannot, waits in silence."""
+    while True:
+        await asyncio.sleep(LOOK_AGAIN_S)
+        try:
+            task = await client.find(task_id)
+        except CoatcheckError:
+            return
+        if task is not None and task.state is TaskState.HELD:
+            problem = read_problem(task.value) or {}
+            why = problem.get("detail") or problem.get("title") or "this code cannot run it"
+            story = f"it is tried again from time to time, `coatcheck show {task_id}` has the story"
+            say(f"Task {task_id} is held: {why}; {story}", err=True, style="bold yellow")
+            return
 
 
 async def _follow(ticket: Ticket) -> None:

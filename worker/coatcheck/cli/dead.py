@@ -18,6 +18,7 @@ from coatcheck.cli.letters import Action, Letter, Outcome, count_letters, look, 
 from coatcheck.cli.options import CONNECT_BUDGET, Command, broker_option, json_option, load_settings
 from coatcheck.cli.output import duration, emit_json, moment, say, say_facts, say_table
 from coatcheck.cli.payloads import read_message
+from coatcheck.worker import servers
 
 LARGEST_BODY = 128 * 1024 * 1024
 """A message may be dead because it was over the limit; redriving it must not fail for the same reason here."""
@@ -291,6 +292,6 @@ def _report(outcomes: Sequence[Outcome], ids: tuple[str, ...], *, done: str, as_
 
 @asynccontextmanager
 async def _connected(url: str | None) -> AsyncIterator[Broker]:
-    settings = load_settings(broker=url)
+    settings = await servers.settle(load_settings(broker=url))
     async with connect(settings.broker, connect_budget=CONNECT_BUDGET, max_body=LARGEST_BODY) as connection:
         yield connection

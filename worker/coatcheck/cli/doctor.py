@@ -20,10 +20,11 @@ from coatcheck.cli.checks import (
 )
 from coatcheck.cli.options import CONNECT_BUDGET, connections, json_option, load_settings
 from coatcheck.cli.output import emit_json, is_terminal, say, say_table
-from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
+from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable, UsageError
 from coatcheck.store.queries import ServiceCount
 from coatcheck.store.store import Store
-from coatcheck.worker.settings import Checkpointing, Settings, redacted
+from coatcheck.worker.servers import no_server, settle
+from coatcheck.worker.settings import Checkpointing, Settings, is_embedded, redacted
 
 
 @click.command()
@@ -74,6 +75,10 @@ def doctor(
 
 async def examine(settings: Settings, services: Sequence[str], *, grace: timedelta) -> list[Finding]:
     """Look at everything; a server that is away is a finding, and what depends on it is left out."""
+    try:
+        settings = await settle(settings)
+    except UsageError as error:
+        return [Finding(Status.FAIL, "store", redacted(str(error)), "start a server, or set COATCHECK_STORE")]
     findings, counts = await _examine_store(settings, grace=grace)
     return findings + await _examine_broker(settings, services, counts) + check_encryption(settings)
 
@@ -81,6 +86,10 @@ async def examine(settings: Settings, services: Sequence[str], *, grace: timedel
 async def _examine_store(settings: Settings, *, grace: timedelta) -> tuple[list[Finding], list[ServiceCount]]:
     if settings.checkpointing is Checkpointing.OFF:
         return [Finding(Status.OK, "store", "not used: checkpointing is off")], []
+    if is_embedded(settings.store):
+        return [
+            Finding(Status.FAIL, "store", str(no_server(settings.store)), "set COATCHECK_STORE, or give --store")
+        ], []
     try:
         store = Store(settings.store, pool_size=1)
     except InvalidSettings as error:
@@ -115,7 +124,7 @@ async def _examine_broker(settings: Settings, services: Sequence[str], counts: S
             for service in services or sorted(unfinished):
                 findings += await check_service(broker, service, unfinished_count=unfinished.get(service, 0))
     except (BrokerUnavailable, InvalidSettings) as error:
-        fix = "start RabbitMQ, or set COATCHECK_BROKER to where it is"
+        fix = "start the broker, or set COATCHECK_BROKER to where it is"
         findings.append(Finding(Status.FAIL, "broker", redacted(str(error)), fix))
     return findings
 

@@ -13,7 +13,10 @@ import click
 from coatcheck.cli.asking import result, submit
 from coatcheck.cli.cancelling import cancel
 from coatcheck.cli.dead import dead
+from coatcheck.cli.demo import demo
+from coatcheck.cli.dev import dev
 from coatcheck.cli.doctor import doctor
+from coatcheck.cli.new import new
 from coatcheck.cli.processes import sweeper, worker
 from coatcheck.cli.ps import ps
 from coatcheck.cli.setup import declare, migrate, version
@@ -64,11 +67,11 @@ def main() -> None:
     """Tasks that wait: run the workers that carry them, and look after the tasks.
 
     \b
-    A first round, with RabbitMQ and Postgres on this machine:
-      coatcheck migrate
-      coatcheck worker research:app &
-      coatcheck sweeper &
-      coatcheck submit research '{"topic": "coats"}' --wait
+    A first round, with nothing but Python:
+      coatcheck new shop
+      cd shop
+      coatcheck dev shop.service:app shop.prices:app
+      coatcheck submit shop '{"item": "hat"}' --wait       (in another terminal)
       coatcheck ps
     """
     # Tools speak for themselves; what the libraries underneath log would only get in between.
@@ -77,7 +80,12 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-for command in (migrate, declare, worker, sweeper, submit, result, ps, show, cancel, dead, doctor, version):
+for command in (
+    *(demo, new, dev),
+    *(migrate, declare, worker, sweeper),
+    *(submit, result, ps, show, cancel),
+    *(dead, doctor, version),
+):
     main.add_command(command)
 
 

@@ -31,7 +31,8 @@ def parse_states(context: click.Context, option: click.Parameter, written: str |
     try:
         return tuple(TaskState(word) for word in words)
     except ValueError as error:
-        raise click.BadParameter(f"{error}; the states are {', '.join(TaskState)}") from error
+        unknown = next(word for word in words if word not in set(TaskState))
+        raise click.BadParameter(f"{unknown!r} is no state; there are {', '.join(TaskState)}") from error
 
 
 @click.command(short_help="List tasks and what they wait for.")

@@ -14,6 +14,7 @@ from coatcheck.broker import Names, connect
 from coatcheck.cli.options import CONNECT_BUDGET, broker_option, json_option, load_settings, store_option
 from coatcheck.cli.output import emit_json, say
 from coatcheck.errors import InvalidSettings
+from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Settings
 
 
@@ -31,11 +32,15 @@ def migrate(store: str | None, as_json: bool) -> None:
       coatcheck migrate --store postgresql://me@localhost:5432/coatcheck
     """
     settings = load_settings(store=store)
-    found = asyncio.run(stores.migrate(settings.store))
+    found = asyncio.run(_migrate(settings))
     if as_json:
         emit_json({"schema": found})
     else:
         say(f"The schema is at version {found}.")
+
+
+async def _migrate(settings: Settings) -> str:
+    return await stores.migrate((await settle(settings, makes=True)).store)
 
 
 @click.command()
@@ -66,6 +71,7 @@ def declare(services: tuple[str, ...], broker: str | None, as_json: bool) -> Non
 
 
 async def _declare(settings: Settings, services: Sequence[str]) -> list[str]:
+    settings = await settle(settings, makes=True)
     async with connect(settings.broker, connect_budget=CONNECT_BUDGET) as broker:
         await broker.declare_sweeper(settings.sweeper_queue)
         for service in services:

@@ -104,9 +104,7 @@ def _print_block(title: str, text: str) -> None:
 def _finished(task: Task) -> str | None:
     if task.finished_at is None:
         return None
-    took = duration(task.finished_at - task.created_at)
-    sent = "" if task.is_final_sent or not task.addresses else "; its final reply is not known to be sent"
-    return f"{moment(task.finished_at)}  (after {took}{sent})"
+    return f"{moment(task.finished_at)}  (after {duration(task.finished_at - task.created_at)})"
 
 
 def _cells(line: Line, now: datetime, limit: int | None) -> list[str]:

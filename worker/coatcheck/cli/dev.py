@@ -1,0 +1,331 @@
+"""`coatcheck dev`: everything a service needs, on this machine, with the code as it is now."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+from rich.text import Text
+
+from coatcheck.broker import connect
+from coatcheck.cli.dev_banner import make_banner
+from coatcheck.cli.dev_crew import Crew
+from coatcheck.cli.dev_lines import Screen
+from coatcheck.cli.dev_probe import Broken, Offer, probe
+from coatcheck.cli.dev_sources import find_root, look, no_watcher, watch
+from coatcheck.cli.options import CONNECT_BUDGET, connections, load_settings
+from coatcheck.embedded import find_directory, is_running, join
+from coatcheck.errors import StoreUnavailable
+from coatcheck.store.migrate import migrate
+from coatcheck.store.rows import TaskState
+from coatcheck.store.store import Store
+from coatcheck.worker.servers import HOME, settle
+from coatcheck.worker.settings import EMBEDDED_STORE, Checkpointing, LogLevel, Settings, is_embedded
+from coatcheck.worker.worker import check_schema
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KILLED = 130
+GRACE = timedelta(seconds=3)
+"""A developer waits for every reload: what has not ended by then is cut short, and runs again."""
+MOST_COUNTED = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was asked for on the command line."""
+
+    references: tuple[str, ...]
+    replica_count: int
+    reloads: bool
+    watched: tuple[Path, ...]
+    migrates: bool
+
+
+@click.command(short_help="Run services while you write them.")
+@click.argument("references", nargs=-1, required=True, metavar="MODULE:APP…")
+@click.option(
+    "--replicas", type=click.IntRange(1, 100), default=2, show_default=True, metavar="N", help="Workers of each App."
+)
+@click.option("--no-reload", is_flag=True, help="Do not restart the workers when the code changes.")
+@click.option(
+    "--watch",
+    "watched",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Reload when a .py file changes there, too; may be repeated.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice([str(each) for each in LogLevel]),
+    help="Lowest level that is shown; debug shows every fact of every line.  [env: COATCHECK_LOG_LEVEL, default: info]",
+)
+@click.option("--migrate", "migrates", is_flag=True, help="Bring the schema of a Postgres that you named up to date.")
+@connections
+def dev(
+    *,
+    references: tuple[str, ...],
+    replicas: int,
+    no_reload: bool,
+    watched: tuple[Path, ...],
+    log_level: str | None,
+    migrates: bool,
+    broker: str | None,
+    store: str | None,
+) -> None:
+    """Run services while you write them: workers, a sweeper, and a Postgres in .coatcheck/ unless you name your own.
+
+    When a .py file changes the workers are replaced, one after the other; tasks that wait go on with the new code. If
+    it cannot be imported, the traceback is shown and the old workers stay. A worker that dies is started again. In
+    another terminal `coatcheck submit`, `ps` and the others find what runs here. Ctrl-C stops everything, a second one
+    at once.
+
+    \b
+    Example:
+      coatcheck dev shop.service:app shop.prices:app --replicas 3
+    """
+    settings = load_settings(broker=broker, store=store, log_level=log_level)
+    if not os.environ.get("COATCHECK_GRACE"):
+        settings = replace(settings, grace=GRACE)
+    plan = Plan(references, replicas, not no_reload, watched, migrates)
+    screen = Screen.on_stdout(level=settings.log_level)
+    environ = make_environ(settings, broker=broker, store=store)
+    asyncio.run(Loop(plan, settings, screen, environ=environ).run())
+
+
+def make_environ(settings: Settings, *, broker: str | None, store: str | None) -> dict[str, str]:
+    """What the workers run with: the caller's environment, and logs that can be read here."""
+    ours = {
+        "COATCHECK_LOG_FORMAT": "json",
+        # `info` at least: it tells us when they have started. What is shown is decided here.
+        "COATCHECK_LOG_LEVEL": "debug" if settings.log_level is LogLevel.DEBUG else "info",
+        "COATCHECK_GRACE": f"{settings.grace.total_seconds():g}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if settings.health_port is not None:
+        ours["COATCHECK_HEALTH_PORT"] = "0"  # several cannot have the same
+    named = {"COATCHECK_BROKER": broker, "COATCHECK_STORE": store}
+    return {**os.environ, **ours, **{name: value for name, value in named.items() if value}}
+
+
+class Loop:
+    """The development loop, from the first import to the end of the last process."""
+
+    def __init__(self, plan: Plan, settings: Settings, screen: Screen, *, environ: Mapping[str, str]) -> None:
+        self._plan = plan
+        self._settings = self._settled = settings
+        self._screen = screen
+        self._environ = environ
+        self._crew: Crew | None = None
+        self._signal_count = 0
+
+    async def run(self) -> None:
+        """Run until a signal. Raises CoatcheckError or click.ClickException if it cannot start or go on."""
+        working = asyncio.ensure_future(self._work())
+        self._screen.on_deaf = working.cancel
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, working)
+        try:
+            await working
+        except asyncio.CancelledError:
+            if not self._signal_count and not self._screen.is_deaf:
+                raise
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+        if self._screen.is_deaf:
+            raise BrokenPipeError
+
+    def _on_signal(self, working: asyncio.Future[None]) -> None:
+        self._signal_count += 1
+        if self._signal_count > 1:
+            self._screen.say("killed; nothing is lost")
+            if self._crew is not None:
+                self._crew.kill()
+            os._exit(KILLED)
+        self._screen.say("stopping; Ctrl-C again kills")
+        working.cancel()
+
+    async def _work(self) -> None:
+        roots = self._find_roots()
+        async with AsyncExitStack() as stack:
+            changes = watch(roots, since=await asyncio.to_thread(look, roots))
+            await stack.enter_async_context(aclosing(changes))
+            offers = await self._first_offers(changes)
+            is_first = await asyncio.to_thread(self._is_first)
+            store = await self._open_store(stack)
+            present = await self._declare(offers)
+            await self._introduce(offers, roots)
+            if present and not is_first:
+                self._screen.say(describe_present(present), style="bold yellow")
+            self._crew = await stack.enter_async_context(
+                Crew(
+                    offers,
+                    self._settings,
+                    replica_count=self._plan.replica_count,
+                    environ=self._environ,
+                    screen=self._screen,
+                )
+            )
+            if not self._plan.reloads:
+                await self._crew.lost()
+                raise click.ClickException("no worker is left; what they said is above")
+            async for changed in changes:
+                await self._reload(self._crew, store, changed)
+
+    def _find_roots(self) -> list[Path]:
+        """The directories to watch; none where nobody wants to know."""
+        if not self._plan.reloads:
+            return []
+        if importlib.util.find_spec("watchfiles") is None:
+            raise no_watcher()
+        found = [find_root(reference, Path.cwd()) for reference in self._plan.references]
+        return sorted({root for root in found if root is not None} | {each.resolve() for each in self._plan.watched})
+
+    # --- the code ---
+
+    async def _first_offers(self, changes: AsyncIterator[list[Path]]) -> list[Offer]:
+        """What the Apps offer; code that raises is waited for until somebody mends it."""
+        while True:
+            offers, broken = await self._probe()
+            if not broken:
+                _check_services(offers)
+                return offers
+            is_wrong_usage = any(each.is_wrong_usage for each in broken)
+            if is_wrong_usage or not self._plan.reloads:
+                click.echo("\n".join(_texts(broken)), err=True)
+                raise click.exceptions.Exit(2 if is_wrong_usage else 1)
+            self._show(broken)
+            self._screen.say("nothing runs yet; it starts when the code is mended")
+            await anext(changes)
+
+    async def _probe(self) -> tuple[list[Offer], list[Broken]]:
+        found = await asyncio.gather(*(probe(each, environ=self._environ) for each in self._plan.references))
+        return [it for it in found if isinstance(it, Offer)], [it for it in found if isinstance(it, Broken)]
+
+    def _show(self, broken: Sequence[Broken]) -> None:
+        for text in _texts(broken):
+            self._screen.say(text, style="red")
+
+    async def _reload(self, crew: Crew, store: Store | None, changed: Sequence[Path]) -> None:
+        began_s = time.monotonic()
+        offers, broken = await self._probe()
+        what = describe_changes(changed)
+        if broken:
+            self._show(broken)
+            self._screen.say(f"{what} changed, but cannot be imported; the old code goes on", style="bold yellow")
+            return
+        count = await _count_waiting(store, offers)
+        self._screen.say(f"{what} changed" + describe_waiting(count))
+        if await crew.renew():
+            self._screen.say(f"the new code runs, {time.monotonic() - began_s:.1f} s later")
+        else:
+            self._screen.say("the new code does not start; what is left of the old goes on", style="bold yellow")
+
+    # --- the servers ---
+
+    async def _open_store(self, stack: AsyncExitStack) -> Store | None:
+        """Bring up the server we run ourselves, or see that the one that was named is fit for use."""
+        if self._settings.store == EMBEDDED_STORE and find_directory() is None:
+            self._screen.print(Text(f"making {HOME}/ …", style="dim"))
+        self._settled = await settle(self._settings, makes=True)
+        if self._settings.checkpointing is Checkpointing.OFF:
+            return None
+        if self._plan.migrates:
+            await migrate(self._settled.store)
+        store = Store(self._settled.store, pool_size=1)
+        stack.push_async_callback(store.close)
+        check_schema(await store.ping(), store.place)
+        return store
+
+    def _is_first(self) -> bool:
+        """Whether the server is one of our own that nobody runs yet: then nobody else can be there."""
+        directory = _find_embedded(self._settings.store) if is_embedded(self._settings.store) else None
+        return directory is not None and not is_running(directory)
+
+    async def _declare(self, offers: Sequence[Offer]) -> dict[str, int]:
+        """Make all queues before any worker runs: one that is ready first may call another at once. Return how many
+        workers the services have already.
+        """
+        async with connect(self._settled.broker, connect_budget=CONNECT_BUDGET) as broker:
+            if self._settled.declare:
+                for offer in offers:
+                    await broker.declare_service(offer.service)
+            counts = {offer.service: await broker.consumer_count(offer.service) or 0 for offer in offers}
+        return {service: count for service, count in counts.items() if count}
+
+    async def _introduce(self, offers: Sequence[Offer], roots: Sequence[Path]) -> None:
+        embedded = None
+        if is_embedded(self._settings.store) and not is_embedded(self._settled.store):
+            embedded = await asyncio.to_thread(_look_at_embedded, self._settings.store)
+        banner = make_banner(
+            offers, self._settled, replica_count=self._plan.replica_count, roots=roots, embedded=embedded
+        )
+        self._screen.print(*banner)
+
+
+def describe_changes(changed: Sequence[Path]) -> str:
+    """`service.py`, or `service.py and 2 more`."""
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return f"{changed[0].name}{more}"
+
+
+def describe_waiting(count: int) -> str:
+    if not count:
+        return ""
+    number = f"{count} or more" if count >= MOST_COUNTED else str(count)
+    return f"; {number} task waits and goes on with it" if count == 1 else f"; {number} tasks wait and go on with it"
+
+
+def describe_present(present: Mapping[str, int]) -> str:
+    """Say whose company we are in: `shop has 2 workers already; …`."""
+    found = ", ".join(f"{service} has {count} worker{'s' if count > 1 else ''}" for service, count in present.items())
+    return f"{found} already, of another `coatcheck dev` or elsewhere: they take tasks, too, and run the code they have"
+
+
+def _texts(broken: Sequence[Broken]) -> list[str]:
+    """What is wrong; Apps of one module have the same complaint."""
+    return list(dict.fromkeys(each.text for each in broken))
+
+
+def _check_services(offers: Sequence[Offer]) -> None:
+    """Replicas of two Apps under one name would take each other's tasks. Raises click.UsageError."""
+    seen: dict[str, str] = {}
+    for offer in offers:
+        if other := seen.get(offer.service):
+            raise click.UsageError(f"{other} and {offer.reference} are both called {offer.service!r}; rename one")
+        seen[offer.service] = offer.reference
+
+
+async def _count_waiting(store: Store | None, offers: Sequence[Offer]) -> int:
+    if store is None:
+        return 0
+    try:
+        found = [
+            await store.summarise_tasks(service=offer.service, states=[TaskState.PARKED], limit=MOST_COUNTED)
+            for offer in offers
+        ]
+    except StoreUnavailable:
+        return 0  # a pity for the sentence, no reason to stop
+    return sum(map(len, found))
+
+
+def _look_at_embedded(store: str) -> tuple[Path, str]:
+    """Where the server that `settle` has started keeps its data, and its address for other programs."""
+    with join(_find_embedded(store)) as server:
+        return server.directory, server.tcp_url
+
+
+def _find_embedded(store: str) -> Path:
+    return Path(urlsplit(store).path or find_directory() or HOME)

@@ -1,0 +1,204 @@
+"""What the processes of `coatcheck dev` say, on one screen: a prefix for each, log events as lines a person reads.
+
+The processes log JSON, as in production; here it becomes a time, the event, the task and the other facts. Facts that
+are the same on every line, or of use to a machine only, are left out unless the level is debug; so are warnings that
+everybody repeats while a server is away. What is no log event
+(a `print`, a traceback of the interpreter) is shown as it came.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Self
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from coatcheck.cli.dev_repeats import Repeats
+from coatcheck.cli.output import clean
+from coatcheck.worker.settings import LogLevel
+
+STARTED = frozenset({"worker_started", "sweeper_started"})
+LEVELS = tuple(LogLevel)
+COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green")
+LEVEL_STYLES = {"debug": "dim", "warning": "yellow", "error": "bold red", "critical": "bold red"}
+OWN_LABEL = "dev"
+SHORT_ID = 8
+EVENT_WIDTH = 14
+LONGEST_FACT = 200
+
+_UNSEEN_EVENTS = frozenset({"broker_connected", "stop_requested", "worker_draining"})
+_PRIVATE_QUEUES = "coatcheck.private."
+_UNSEEN_FACTS = frozenset({"service", "replica", "settings", "trace_id", "correlation_id", "call_id", "logger"})
+_EVERYDAY_FACTS: Mapping[str, object] = {
+    "attempt": 1,
+    "outcome": "done",
+    "overdue_s": 0.0,
+    **dict.fromkeys(("timeouts", "resumes", "calls_resent", "finals_resent"), 0),
+}
+"""Worth a word only when they have another value."""
+_WITH_STORY = frozenset({"task_failed", "task_held", "task_crashed_repeatedly"})
+_COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A line of a process: a log event with its facts, or else just a text."""
+
+    text: str
+    event: str | None = None
+    level: str = "info"
+    at: datetime | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_line(raw: bytes) -> Said:
+    """Read a line of output. Whatever it is, it is something to show."""
+    text = raw.decode("utf-8", "replace").rstrip("\r\n")
+    try:
+        found = msgspec.json.decode(raw) if text.startswith("{") else None
+    except msgspec.DecodeError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        return Said(text)
+    event, level, stamp = found.pop("event"), str(found.pop("level", "info")), found.pop("timestamp", None)
+    return Said(text, event, level, _instant(stamp), found)
+
+
+class Terminal(Console):
+    """A console that tells us when its reader has left, instead of ending the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+class Screen:
+    """Writes what everybody says, in the order it came. Output that nobody reads any more is dropped."""
+
+    def __init__(self, console: Terminal, *, level: LogLevel = LogLevel.INFO) -> None:
+        self._console = console
+        self._level = level
+        self._styles: dict[str, str] = {OWN_LABEL: "bold"}
+        self._repeats = Repeats()
+        self.is_deaf = False
+        """The reader of our output has gone."""
+        self.on_deaf: Callable[[], object] = bool
+
+    @classmethod
+    def on_stdout(cls, *, level: LogLevel) -> Self:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # whatever users print, and whatever the locale can show
+        return cls(Terminal(file=sys.stdout, highlight=False, soft_wrap=True), level=level)
+
+    def add(self, *labels: str) -> None:
+        """Give everyone a colour, and room for the longest label."""
+        for label in labels:
+            self._styles[label] = COLOURS[(len(self._styles) - 1) % len(COLOURS)]
+
+    def show(self, label: str, said: Said) -> None:
+        """Write a line of a process, unless it is below the level or everyday noise."""
+        if said.event is None:
+            self._write(label, _own_words(said.text))
+        elif self._is_shown(said) and self._is_news(said):
+            self._write(label, *self._render(said))
+
+    def say(self, text: str, *, style: str = "bold") -> None:
+        """Write a word of our own. Several lines are kept together under one prefix."""
+        self._sum_up()
+        self._write(OWN_LABEL, *(Text(clean(line), style=style) for line in text.splitlines()))
+
+    def print(self, *lines: Text) -> None:
+        """Write without a prefix."""
+        if self.is_deaf:
+            return
+        try:
+            for line in lines:
+                self._console.print(line)
+        except OSError:  # a pipe whose reader left, a terminal that was closed
+            self.is_deaf = True
+            self.on_deaf()
+
+    def _is_shown(self, said: Said) -> bool:
+        if self._level is LogLevel.DEBUG:
+            return True
+        if _is_of_course(said):
+            return False
+        level = LEVELS.index(LogLevel(said.level)) if said.level in LEVELS else len(LEVELS)
+        return level >= LEVELS.index(self._level)
+
+    def _is_news(self, said: Said) -> bool:
+        """A warning about the servers, not about a task, is shown once in a while, whoever it comes from."""
+        if said.level != "warning" or "task_id" in said.facts or said.at is None or self._level is LogLevel.DEBUG:
+            self._sum_up()
+            return True
+        return self._repeats.is_news(str(said.event), said.at)
+
+    def _sum_up(self) -> None:
+        if summary := self._repeats.take_summary():
+            self._write(OWN_LABEL, Text(summary, style="dim"))
+
+    def _render(self, said: Said) -> list[Text]:
+        facts = dict(said.facts)
+        task_id = str(facts.get("task_id") or "")
+        blocks = [str(facts.pop(name)) for name in ("exception", "stack") if "\n" in str(facts.get(name, ""))]
+        line = Text()
+        line.append(said.at.astimezone().strftime("%H:%M:%S ") if said.at else "", style="dim")
+        line.append(f"{clean(str(said.event)):<{EVENT_WIDTH}}", style=LEVEL_STYLES.get(said.level))
+        if self._level is not LogLevel.DEBUG:
+            facts = {name: it for name, it in facts.items() if not _is_everyday(name, it)}
+            if task_id:
+                line.append(f" {clean(task_id[:SHORT_ID])}")
+                line.append(f" {clean(str(facts.pop('handler', '') or ''))}".rstrip())
+                facts.pop("task_id")
+        for name, value in facts.items():
+            line.append(f"  {clean(name)}=", style="dim")
+            line.append(_shown(value))
+        if said.event in _WITH_STORY and task_id:
+            line.append(f"  → coatcheck show {clean(task_id[:SHORT_ID])}", style="bold")
+        return [line, *(Text(clean(each)) for block in blocks for each in block.splitlines())]
+
+    def _write(self, label: str, *lines: Text) -> None:
+        width = max(map(len, self._styles))
+        for line in lines:
+            whole = Text()
+            whole.append(f"{label:<{width}} │ ", style=self._styles.get(label, ""))
+            self.print(whole.append_text(line))
+
+
+def _own_words(text: str) -> Text:
+    """What a user's code printed: its colours are kept, and nothing else of it may move the cursor."""
+    pieces = _COLOUR_CODES.split(text)
+    codes = [*_COLOUR_CODES.findall(text), ""]
+    return Text.from_ansi("".join(clean(piece) + code for piece, code in zip(pieces, codes, strict=True)))
+
+
+def _is_of_course(said: Said) -> bool:
+    """What happens at every start or stop, and the answer to a `coatcheck submit` that did not wait for it."""
+    reply_to = str(said.facts.get("reply_to"))
+    is_unwanted = said.event == "final_reply_had_no_route" and reply_to.startswith(_PRIVATE_QUEUES)
+    return said.event in _UNSEEN_EVENTS or is_unwanted
+
+
+def _is_everyday(name: str, value: object) -> bool:
+    return name in _UNSEEN_FACTS or (name in _EVERYDAY_FACTS and value == _EVERYDAY_FACTS[name])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        value = ",".join(value)
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    text = clean(text).replace("\n", "⏎")
+    return text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]}…"
+
+
+def _instant(stamp: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(stamp))
+    except ValueError:
+        return None

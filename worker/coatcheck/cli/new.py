@@ -1,0 +1,125 @@
+"""`coatcheck new`: a small project that runs, is tested, and can be put into containers."""
+
+from __future__ import annotations
+
+import keyword
+import os
+import re
+import string
+import sys
+from collections.abc import Mapping
+from importlib.metadata import packages_distributions
+from importlib.metadata import version as installed_version
+from importlib.resources import files
+from pathlib import Path
+
+import click
+
+from coatcheck.cli.output import say
+
+TAKEN_NAMES = sys.stdlib_module_names | {"coatcheck", "tests"}
+LONGEST_NAME = 48
+"""It is the name of a database and of an image, too."""
+TEMPLATES: Mapping[str, str] = {
+    ".dockerignore": "dockerignore",
+    ".gitignore": "gitignore",
+    "Dockerfile": "Dockerfile",
+    "Makefile": "Makefile",
+    "README.md": "README.md",
+    "compose.yaml": "compose.yaml",
+    "pyproject.toml": "pyproject.toml",
+    "%{name}/__init__.py": "package.py",
+    "%{name}/prices.py": "prices.py",
+    "%{name}/service.py": "service.py",
+    "tests/test_service.py": "test_service.py",
+}
+"""What is written, and the template it is made of."""
+
+
+class Template(string.Template):
+    """A template that leaves `$` alone: Makefiles, Dockerfiles and compose files have uses of their own for it."""
+
+    delimiter = "%"
+
+
+@click.command(short_help="Write a small project to begin with.")
+@click.argument("name")
+@click.option(
+    "--path",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where to write it.  [default: a directory called NAME, here]",
+)
+def new(name: str, path: Path | None) -> None:
+    """Write a small project: a service that waits, a peer it calls, a test, and what it takes to run them.
+
+    NAME becomes the Python package and the name of the service. Nothing is overwritten.
+
+    \b
+    Example:
+      coatcheck new shop
+      cd shop
+      make dev
+    """
+    check_name(name)
+    directory = path or Path(name)
+    pages = make_pages(name)
+    in_the_way = [target for target in pages if os.path.lexists(directory / target)]
+    if in_the_way:
+        listed = "\n".join(f"  {directory / target}" for target in in_the_way)
+        raise click.ClickException(f"nothing was written, for these are there already:\n{listed}")
+    try:
+        write(directory, pages)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or directory} cannot be written: {error.strerror}") from error
+    _tell_what_next(name, directory)
+
+
+def check_name(name: str) -> None:
+    """Raise click.UsageError, with a name that would do, unless this is one for a package and for a service."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or len(name) > LONGEST_NAME:
+        raise click.UsageError(
+            f"{name!r} will not do: a name is a Python package and a service, so it takes up to {LONGEST_NAME} small "
+            f"letters, digits and '_', beginning with a letter{_suggestion(name)}"
+        )
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in TAKEN_NAMES:
+        raise click.UsageError(f"{name!r} will not do: Python has a use of its own for it; try {name}_service")
+    if owners := packages_distributions().get(name):
+        raise click.UsageError(f"{name!r} will not do: it is a package of {owners[0]}, which is installed here")
+
+
+def make_pages(name: str) -> dict[Path, str]:
+    """The files of the project, by their paths in it."""
+    folder = files("coatcheck.cli") / "templates"
+    values = {"name": name, "version": installed_version("coatcheck")}
+    return {
+        Path(Template(target).substitute(values)): Template(
+            (folder / f"{template}.tmpl").read_text(encoding="utf-8")
+        ).substitute(values)
+        for target, template in TEMPLATES.items()
+    }
+
+
+def write(directory: Path, pages: Mapping[Path, str]) -> None:
+    """Write all files; one that appeared meanwhile is not overwritten either (FileExistsError)."""
+    for target, text in pages.items():
+        place = directory / target
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("x", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _suggestion(name: str) -> str:
+    near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789")[:LONGEST_NAME]
+    return f"; try {near}" if near and near not in TAKEN_NAMES and not keyword.iskeyword(near) else ""
+
+
+def _tell_what_next(name: str, directory: Path) -> None:
+    say(f"{directory}/ is there. Next:\n")
+    for command, meaning in (
+        (f"cd {directory}", ""),
+        ("make dev", f"coatcheck dev {name}.service:app {name}.prices:app"),
+        ("make submit", "in another terminal: ask the service something"),
+        ("make test", "its tests, which need no server"),
+    ):
+        say(f"  {command:<14}{f'  # {meaning}' if meaning else ''}".rstrip())

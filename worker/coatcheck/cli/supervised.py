@@ -1,0 +1,18 @@
+"""How a replica under `--processes` is run: the command line as it is, a lifeline, and a link to the supervisor.
+
+    python -m coatcheck.cli.supervised PARENT LIFELINE LINK worker module:app --name shop-1
+
+PARENT is the process id of the supervisor, LIFELINE a pipe whose other end only it holds, LINK a socket.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from coatcheck.cli.lifeline import bind_to
+from coatcheck.cli.link import ReplicaEnd
+from coatcheck.cli.main import main
+
+if __name__ == "__main__":
+    bind_to(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[4:], prog_name="coatcheck", obj=ReplicaEnd(int(sys.argv[3])))

@@ -1,0 +1,210 @@
+"""What the demo shows while it runs: a view that is redrawn on a terminal, a line per event elsewhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from coatcheck.demo.plan import ORACLE, PRESS, SOURCES
+from coatcheck.demo.scene import Replica, Scene, State
+from coatcheck.demo.story import Line
+
+PLAIN_EVERY_S = 1.0
+NARROW = 64
+TINY = 44
+"""Columns below which the view leaves out what matters least."""
+
+_STATE_STYLES = {State.STARTING: "dim", State.WORKING: "green", State.KILLED: "bold red", State.JOINED: "cyan"}
+_COUNTS = ("started", "parked", "resumed", "finished")
+
+
+class Display(ABC):
+    """`with make_display(…) as display: …`; `show` as often as you like."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    @abstractmethod
+    def say(self, scene: Scene, text: str) -> None:
+        """Tell one thing that happened."""
+
+    @abstractmethod
+    def show(self, scene: Scene) -> None:
+        """Show the state of affairs."""
+
+
+def make_console(stream: TextIO, *, is_plain: bool) -> Console:
+    """A console for a person at a terminal, or one that writes text and nothing else."""
+    if is_plain or not stream.isatty() or not (stream.encoding or "").lower().startswith("utf"):
+        return _Console(file=stream, force_terminal=False, color_system=None, highlight=False, soft_wrap=True)
+    return _Console(file=stream, highlight=False)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line, which treats a reader that left the same way everywhere."""
+        raise  # noqa: PLE0704 - called where it is caught
+
+
+def make_display(console: Console) -> Display:
+    return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(console)
+
+
+class PlainDisplay(Display):
+    """A line per event, for pipes, logs and whoever asked for it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said_at_s = 0.0
+        self._told: set[Line] = set()
+
+    def say(self, scene: Scene, text: str) -> None:
+        self._print(scene.elapsed_s(), text)
+
+    def show(self, scene: Scene) -> None:
+        self._tell_story(scene)
+        is_under_way = scene.answered < scene.plan.task_count and scene.asked
+        if is_under_way and scene.now_s - self._said_at_s >= PLAIN_EVERY_S:
+            self._said_at_s = scene.now_s
+            waiting = scene.asked - scene.answered
+            self.say(
+                scene, f"asked {scene.asked} of {scene.plan.task_count}, answered {scene.answered}, waiting {waiting}"
+            )
+
+    def _tell_story(self, scene: Scene) -> None:
+        """What the task went through before it was chosen is one line; the rest is told as it happens."""
+        chronicle = scene.chronicle
+        news = [line for line in chronicle.lines if line not in self._told]
+        who = f"task {(chronicle.task_id or '')[:8]}:"
+        if news and not self._told:
+            past = [f"{line.text} ({scene.elapsed_s(line.at_s):.1f}s)" for line in news]
+            self.say(scene, f"{who} {' -> '.join(past)}")
+        else:
+            for line in news:
+                self._print(scene.elapsed_s(line.at_s), f"{who} {line.text}")
+        self._told.update(news)
+
+    def _print(self, elapsed_s: float, text: str) -> None:
+        self._console.print(Text(f"{elapsed_s:6.1f}s  {text}"))
+
+
+class LiveDisplay(Display):
+    """One view, drawn again and again in its place; it stays when the demo is over."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False)
+        self._news = ""
+
+    def __enter__(self) -> Display:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, scene: Scene, text: str) -> None:
+        self._news = text
+        self.show(scene)
+
+    def show(self, scene: Scene) -> None:
+        self._live.update(render(scene, self._news, width=self._console.width), refresh=True)
+
+
+def render(scene: Scene, news: str, *, width: int) -> RenderableType:
+    """The whole view."""
+    return Group(
+        _head(scene, width=width),
+        Text(),
+        _replicas(scene, width=width),
+        Text(),
+        _peers(scene, width=width),
+        Text(),
+        _progress(scene, news, width=width),
+        Text(),
+        _story(scene),
+    )
+
+
+def _head(scene: Scene, *, width: int) -> RenderableType:
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    title = Text.assemble(("coatcheck demo", "bold"), (f"  {scene.servers}" if width >= NARROW else "", "dim"))
+    grid.add_row(title, Text(f"{scene.elapsed_s():.1f}s", style="dim"))
+    return grid
+
+
+def _replicas(scene: Scene, *, width: int) -> Table:
+    counts = _COUNTS if width >= NARROW else _COUNTS[2:] if width >= TINY else _COUNTS[3:]
+    table = Table(box=None, pad_edge=False, padding=(0, 3 if width >= TINY else 1, 0, 0), header_style="dim")
+    table.add_column("replica", no_wrap=True)
+    table.add_column("", min_width=18 if width >= NARROW else 9, no_wrap=True)
+    for name in (*counts, *(["memory"] if width >= TINY else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for replica in scene.replicas.values():
+        figures = [str(replica.counts[name]) for name in counts]
+        if width >= TINY:
+            figures.append(f"{replica.rss / 1e6:.0f} MB" if replica.rss else "-")
+        style = "dim" if replica.state is State.KILLED else ""
+        table.add_row(Text(replica.name, "bold"), _state(scene, replica, width=width), *figures, style=style)
+    return table
+
+
+def _state(scene: Scene, replica: Replica, *, width: int) -> Text:
+    at = f" at {scene.elapsed_s(replica.changed_at_s):.1f}s"
+    is_dated = replica.state in {State.KILLED, State.JOINED} and width >= NARROW
+    return Text(f"{replica.state.value}{at if is_dated else ''}", style=_STATE_STYLES[replica.state])
+
+
+def _peers(scene: Scene, *, width: int) -> RenderableType:
+    counts = scene.peers
+    line = Text("peers     ", style="dim")
+    for source in SOURCES:
+        done, came = (counts[source.name][name] for name in ("question_answered", "question_came"))
+        line.append_text(Text.assemble((f"{source.name} ", "not dim"), (f"{done}/{came}   ", "not dim")))
+    if width < NARROW:
+        return line
+    told = counts[PRESS.name]["progress_told"]
+    remark = f"          {PRESS.name} is slow and says so ({told} times), {ORACLE.name} never answers"
+    return Group(line, Text(remark, style="dim"))
+
+
+def _progress(scene: Scene, news: str, *, width: int) -> RenderableType:
+    total = scene.plan.task_count
+    figures = Text.assemble(
+        (f"{scene.answered}", "bold"), f"/{total} answered", (f", {scene.asked - scene.answered} waiting", "dim")
+    )
+    if not scene.asked:
+        return Text(news or " ", style="dim")
+    bar_width = max(10, min(40, width - len(figures.plain) - 3))
+    bar = ProgressBar(
+        total=total, completed=scene.answered, width=bar_width, complete_style="cyan", finished_style="green"
+    )
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_row(bar, figures)
+    return grid
+
+
+def _story(scene: Scene) -> RenderableType:
+    chronicle = scene.chronicle
+    if chronicle.task_id is None:
+        text = f"{scene.plan.victim} will be killed with -9 on the way; then one of its tasks is followed here."
+        return Text(text, style="dim")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(justify="right", style="dim", no_wrap=True)
+    grid.add_column()
+    for line in chronicle.lines:
+        grid.add_row(f"{scene.elapsed_s(line.at_s):.1f}s", Text(line.text, style="bold" if line.is_turn else ""))
+    title = Text.assemble("the story of one task  ", (chronicle.task_id[:8], "cyan"))
+    return Group(title, Padding(grid, (0, 0, 0, 2)))

@@ -1,0 +1,89 @@
+"""Why a result is not there, in words that say what to do about it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from coatcheck.store import blobs
+from coatcheck.store.memory.tables import CallRow, TaskRow
+from coatcheck.store.rows import Kind, TaskId, TaskState
+from coatcheck.worker import classify
+from coatcheck.worker.live import Live
+
+if TYPE_CHECKING:
+    from coatcheck.testing.scene import Scene
+
+__all__ = ["explain"]
+
+_UNITS = (("days", timedelta(days=1)), ("hours", timedelta(hours=1)), ("minutes", timedelta(minutes=1)))
+
+
+def explain(scene: Scene, task_id: TaskId, service: str) -> str:
+    """Say what a task waits for, and what would move it."""
+    row = scene.tables.tasks.get(task_id)
+    live = next((each for each in scene.pace.lives() if each.task_id == task_id), None)
+    name = f"task {str(task_id)[:8]} of {service}"
+    if live is not None and (row is None or row.task.state is TaskState.RUNNING):
+        return _in_ram(name, live)
+    if row is None:
+        return f"{name} has no result, and no replica has it; does one run? `await stage.run(app)`"
+    match row.task.state:
+        case TaskState.PARKED:
+            waits = [call for call in scene.tables.calls_of[task_id] if call.is_open_wait]
+            lines = [f"  - {_wait(scene, call)}" for call in waits]
+            return "\n".join([f"{name} has no result: it waits for", *lines])
+        case TaskState.RETRYING:
+            due = _advice(scene, row)
+            return (
+                f"{name} has no result: attempt {row.task.attempt} failed ({_problem(row)}), and it tries again {due}"
+            )
+        case TaskState.HELD:
+            return f"{name} has no result, for it is held: {_problem(row)}"
+        case TaskState.RUNNING:
+            return f"{name} has no result: the replica that ran it is gone; its lease ends {_advice(scene, row)}"
+        case state:
+            return f"{name} is {state}, and its final reply has not come"
+
+
+def _wait(scene: Scene, call: CallRow) -> str:
+    due = "" if call.due_at is None else advice(call.due_at - scene.time.now())
+    if call.new.kind is Kind.TIMER:
+        return f"the end of its {'timeout' if call.new.name == '@timeout' else 'sleep'} {call.new.key!r}: {due}"
+    peer = scene.peers.get(call.new.peer)
+    if peer is None:
+        return f"a reply of {call.new.peer!r}, an app on this stage, to {call.new.key!r}; its timeout comes {due}"
+    said = "it has not answered so far" if peer.is_talking(str(call.new.call_id)) else "it was told never to answer"
+    return f"a reply of {peer} to {call.new.key!r}, and {said}; its timeout comes {due}"
+
+
+def advice(delay: timedelta) -> str:
+    """When something is due, as the line that brings it."""
+    if delay <= timedelta(0):
+        return "now: await stage.settle()"
+    for unit, size in _UNITS:
+        if delay >= size and not delay % size:
+            return f"with `await stage.advance({unit}={delay // size})`"
+    return f"with `await stage.advance(seconds={delay.total_seconds():.10g})`"
+
+
+def _advice(scene: Scene, row: TaskRow) -> str:
+    assert row.task.due_at is not None
+    return advice(row.task.due_at - scene.time.now())
+
+
+def _problem(row: TaskRow) -> str:
+    problem = {} if row.task.value is None else blobs.decode(row.task.value)
+    return str(problem.get("detail") or problem.get("title") or "no reason given")
+
+
+def _in_ram(name: str, live: Live) -> str:
+    if live.run is None:
+        return f"{name} has no result: its replica has not begun to run it"
+    lines = [f"step {key!r} is under way" for key in live.run.steps.in_flight]
+    lines += [classify.lines_of(driver) for driver in live.run.tracker.live]
+    places = "".join(f"\n  - {line}" for line in lines)
+    return (
+        f"{name} has no result: its run is kept in RAM by something that neither the stage nor time can end, "
+        f"or by a sleep of its own that is longer than a few minutes (`await stage.advance(...)`):{places}"
+    )
