@@ -1,8 +1,9 @@
 """A research service: plan, ask a search peer several questions at once, write down what came back.
 
 While the searches run, the task is a row in Postgres. Any replica picks it up when the last answer is there, or when
-the time for it is over; what is missing by then is named in the report.
+the time for it is over; what is missing by then is named in the report. The peer speaks AMQP, so this needs RabbitMQ.
 
+    export COATCHECK_BROKER=amqp://guest:guest@localhost/
     coatcheck worker examples.research:app
     python -m examples.search_peer
     coatcheck sweeper
