@@ -1,11 +1,14 @@
-"""The service that is measured."""
+"""The service that is measured: a handler for each row."""
 
 import os
+import time
 
 from coatcheck.worker import App, Context
 
 app = App(os.environ.get("BENCH_SERVICE", "bench"))
 PEER = os.environ.get("BENCH_PEER", "bench-echo")
+SILENT_PEER = os.environ.get("BENCH_SILENT_PEER", "bench-silent")
+STEP_COUNT = 100
 
 
 @app.task
@@ -22,3 +25,29 @@ async def fan1(ctx: Context, text: str) -> int:
 @app.task
 async def no_wait(ctx: Context, text: str) -> int:
     return len(text)
+
+
+@app.task
+async def journal(ctx: Context, text: str) -> int:
+    """A hundred steps and a wait: the run that follows replays them all."""
+    total = 0
+    for number in range(STEP_COUNT):
+        total += await ctx.step(_measure, text, number, key=f"step-{number}")
+    return total + len(await ctx.call(PEER, {"text": text}))
+
+
+async def _measure(text: str, number: int) -> int:
+    return len(text) + number
+
+
+@app.task
+async def nap(ctx: Context, due_s: float) -> float:
+    """Sleep until an instant of the requester's choice. A replay does not look at how long is left."""
+    await ctx.sleep(max(0.0, due_s - time.time()))
+    return due_s
+
+
+@app.task
+async def unanswered(ctx: Context, text: str) -> int:
+    """Waits for a peer that never answers, until somebody cancels it."""
+    return len(await ctx.call(SILENT_PEER, {"text": text}))

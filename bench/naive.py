@@ -1,7 +1,7 @@
 """The yardstick: the fan-4 lifecycle as one would write it by hand, a transaction and an ack per message.
 
 Durable in the same sense (rows before calls, acks after commits), but with no recovery, no timeouts and no batches.
-`python bench/naive.py SERVICE PEER`
+`python -m bench.naive SERVICE PEER`
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import uuid
 
 import aio_pika
 import asyncpg
+from bench.loop import serve
 
 TABLES = """
     CREATE TABLE IF NOT EXISTS naive_task (id uuid PRIMARY KEY, reply_to text, correlation_id text, open integer);
@@ -67,4 +68,5 @@ class Naive:
         await message.ack()
 
 
-asyncio.run(Naive(sys.argv[1], sys.argv[2]).run())
+if __name__ == "__main__":
+    serve(Naive(sys.argv[1], sys.argv[2]).run())

@@ -24,11 +24,10 @@ from xml.sax.saxutils import escape
 
 import aio_pika
 import asyncpg
-from bench.run import Bench, database, delete_queues
-from sqlalchemy.engine import make_url
+from bench.plot import COLOURS, document, label
+from bench.run import Bench, database, delete_queues, servers
 
 from coatcheck.store import migrate
-from coatcheck.worker import Settings
 
 HANDLERS = ("fan", "chain", "nap", "again", "late", "plain")
 PATIENCE_S = 60.0
@@ -213,7 +212,6 @@ PANELS = (
     ("live_tuples", "dead_tuples"),
     ("tables_mb",),
 )
-COLOURS = ("#1f6f8b", "#c4622d", "#5b8c3a", "#8a4f9e")
 WIDTH, HEIGHT, LEFT, GAP = 860, 110, 70, 46
 
 
@@ -222,24 +220,19 @@ def draw(samples: Sequence[Sample]) -> str:
     end_s = max(each["at_s"] for each in samples) or 1.0
     parts = [_panel(samples, panel, top=30 + index * (HEIGHT + GAP), end_s=end_s) for index, panel in enumerate(PANELS)]
     height = 30 + len(PANELS) * (HEIGHT + GAP)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 40} {height}" '
-        'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+    return document(parts, width=LEFT + WIDTH + 40, height=height)
 
 
 def _panel(samples: Sequence[Sample], panel: tuple[str, ...], *, top: int, end_s: float) -> str:
     names = [name for name in samples[0] if kind_of(name) in panel]
     highest = max((each[name] for each in samples for name in names), default=0.0) or 1.0
     frame = f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbb"/>'
-    scale = (
-        f'<text x="{LEFT - 6}" y="{top + 10}" text-anchor="end">{highest:,.4g}</text>'
-        f'<text x="{LEFT - 6}" y="{top + HEIGHT}" text-anchor="end">0</text>'
-        f'<text x="{LEFT + WIDTH}" y="{top + HEIGHT + 14}" text-anchor="end">{end_s / 60:.1f} min</text>'
-    )
-    drawn = [frame, scale]
+    drawn = [
+        frame,
+        label(LEFT - 6, top + 10, f"{highest:,.4g}", anchor="end"),
+        label(LEFT - 6, top + HEIGHT, "0", anchor="end"),
+        label(LEFT + WIDTH, top + HEIGHT + 14, f"{end_s / 60:.1f} min", anchor="end"),
+    ]
     for index, name in enumerate(names):
         colour = COLOURS[index % len(COLOURS)]
         points = " ".join(
@@ -247,8 +240,7 @@ def _panel(samples: Sequence[Sample], panel: tuple[str, ...], *, top: int, end_s
             for each in samples
         )
         drawn.append(f'<polyline data-name="{escape(name)}" points="{points}" fill="none" stroke="{colour}"/>')
-        label = f"{escape(name)} {samples[-1][name]:,.4g}"
-        drawn.append(f'<text x="{LEFT + index * 180}" y="{top - 6}" fill="{colour}">{label}</text>')
+        drawn.append(label(LEFT + index * 180, top - 6, f"{name} {samples[-1][name]:,.4g}", colour=colour))
     return "\n".join(drawn)
 
 
@@ -261,13 +253,13 @@ async def soak(bench: Bench, *, for_s: float, every_s: float, rate: float) -> tu
     settings = {
         "COATCHECK_DEDUP_WINDOW": "60s",
         "COATCHECK_KEEP_FAILURES": "60s",
-        "COATCHECK_SWEEPER_QUEUE": hints_queue(bench),
+        "COATCHECK_SWEEPER_QUEUE": bench.hints_queue,
     }
     cli = ("-m", "coatcheck.cli")
     started = {
         "worker": await bench.start(*cli, "worker", "bench.soak_app:app", awaits="worker_started", **settings),
         "sweeper": await bench.start(*cli, "sweeper", awaits="sweeper_started", **settings),
-        "peer": await bench.start("bench/echo.py", f"{bench.prefix}-echo", awaits="ready"),
+        "peer": await bench.start("-m", "bench.echo", f"{bench.prefix}-echo", awaits="ready"),
     }
     load, sql = Load(f"{bench.prefix}-flows"), await asyncpg.connect(bench.store)
     if await sql.fetchval("SHOW autovacuum") == "off":
@@ -283,10 +275,6 @@ async def soak(bench: Bench, *, for_s: float, every_s: float, rate: float) -> tu
         await load.disconnect()
         await sql.close()
     return sampler.samples, load
-
-
-def hints_queue(bench: Bench) -> str:
-    return f"{bench.prefix}-hints"
 
 
 def write(samples: Sequence[Sample], verdict: str, directory: Path) -> None:
@@ -306,15 +294,14 @@ async def main() -> int:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks")
     parser.add_argument("--directory", type=Path, default=Path(".cache/soak"))
     options = parser.parse_args()
-    settings = Settings.load()
-    admin = make_url(settings.store).set(database="postgres").render_as_string(hide_password=False)
+    broker, admin = servers()
     async with database(admin) as store:
-        bench = Bench(settings.broker, store)
+        bench = Bench(broker, store)
         try:
             samples, load = await soak(bench, for_s=options.minutes * 60, every_s=options.every, rate=options.rate)
         finally:
             await bench.stop()
-            await delete_queues(bench, hints_queue(bench))
+            await delete_queues(bench, bench.hints_queue)
     verdict, is_good = judge(samples, load)
     write(samples, verdict, options.directory)
     print(verdict + f"plot and samples in {options.directory}/")
