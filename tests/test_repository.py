@@ -14,7 +14,7 @@ SOURCE_ROOTS = ("worker", "broker", "store")
 PACKAGES = ("coatcheck.worker", "coatcheck.broker", "coatcheck.store")
 TARGETS = {
     *("help", "demo", "test", "check", "fmt", "bench", "up", "down", "lock", "clean", "venv"),
-    *("simulate", "chaos", "soak"),
+    *("bench-peers", "scale", "simulate", "chaos", "soak"),
 }
 
 # Spelled in pieces, so that this file does not find itself.

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from coatcheck.worker.settings import ENVIRONMENT, PREFIX, Settings, default_store
+from coatcheck.worker.settings import ENVIRONMENT, PREFIX, Settings
 
 PAGE = Path(__file__).parents[2] / "docs/operations.md"
 _BETWEEN = re.compile(r"(?<=<!-- settings: )(?P<note>[^\n]*? -->\n)(?P<table>.*?)(?=<!-- /settings -->)", re.DOTALL)
@@ -30,11 +30,8 @@ def _default(variable: str) -> str:
     name = variable.removeprefix(PREFIX).lower()
     value: Any = Settings(request_prefetch=1).describe()[name]
     (written,) = [field.default for field in dataclasses.fields(Settings) if field.name == name]
-    if name == "store":
-        assert value == default_store()
-        value = "postgresql://USER@localhost:5432/coatcheck"
-    elif name == "broker" or (isinstance(written, int) and not isinstance(written, bool)):
-        value = written  # as it is written: guest is no secret, and a prefetch of 0 means something else
+    if isinstance(written, int) and not isinstance(written, bool):
+        value = written  # as it is written: a prefetch of 0 means something else
     return "unset" if value is None else f"`{value}`"
 
 

@@ -4,20 +4,22 @@ import asyncio
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from tests.docs.pages import block_run_by
-from tests.flow.harness import PATIENCE_S, Asked, Rig, rig_on
+from tests.flow.harness import PATIENCE_S, Rig, rig_on
 from tests.peers.conftest import node_programs  # noqa: F401 - a fixture
 from tests.peers.programs import Language
 
 from coatcheck.store import TaskState
 from coatcheck.worker import App, Context
 
-README = "test_the_readme_example_runs_as_it_says"
+ON_DEV = "test_the_readme_example_runs_as_it_says"
+ON_SERVERS = "test_the_readme_example_runs_on_servers_too"
 
 
 @pytest.fixture
@@ -29,40 +31,72 @@ async def rig(broker_url: str, store_url: str, service_names) -> AsyncIterator[R
 # --- README ---
 
 
-async def test_the_readme_example_runs_as_it_says(broker_url: str, empty_store_url: str, service_names, tmp_path: Path):
+async def test_the_readme_example_runs_as_it_says(tmp_path: Path):
+    """Pasted into a shell, in an empty directory, with nothing set."""
+    (tmp_path / "research.py").write_text(block_run_by(ON_DEV, "python").text)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COATCHECK_")}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    shell = await asyncio.create_subprocess_exec(
+        *("bash", "-c", block_run_by(ON_DEV, "bash").text),
+        cwd=tmp_path,
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert shell.stdout is not None
+    said = b""
+    try:
+        while b'"unanswered"' not in said:
+            line = await shell.stdout.readline()
+            assert line, said.decode()
+            said += line
+    finally:
+        os.killpg(shell.pid, signal.SIGTERM)
+        await shell.communicate()
+
+    # What `dev` prints stands before and between; the answer is the one document.
+    assert b'"text": "a paper on what is known about octopuses\\n' in said
+    assert b'"unanswered": 0' in said
+
+
+async def test_the_readme_example_runs_on_servers_too(
+    broker_url: str, empty_store_url: str, service_names, tmp_path: Path
+):
     async with rig_on(broker_url, empty_store_url, service_names) as rig:
-        peer = await rig.peer("search")
         service = service_names.new("research")
-        write_program(tmp_path, service=service, peer=peer.queue)
+        write_program(tmp_path, service=service, peer=service_names.new("search"))
 
-        async def answer(asked: Asked) -> None:
-            await asked.reply(f"found: {asked.body}")
-
-        peer.answer = answer
-        outputs = [await run_command(rig, words, service, tmp_path) for words in readme_commands()]
+        outputs = [await run_command(rig, words, service, tmp_path) for words in server_commands()]
 
         report = json.loads(outputs[-1])
         assert report["topic"] == "octopuses"
         assert report["unanswered"] == 0
-        assert report["text"].splitlines()[0] == "found: what is known about octopuses"
+        assert report["text"].splitlines()[0] == "a paper on what is known about octopuses"
         (task,) = await rig.task(TaskState.DONE)
         assert task.checkpoint > 1  # it was put down on the way
 
 
 def write_program(directory: Path, *, service: str, peer: str) -> None:
     """The README's program, with names that no other test uses."""
-    program = block_run_by(README, "python").text
-    for name, unique in (('App("research")', f"App({service!r})"), ('ctx.call("search"', f"ctx.call({peer!r}")):
+    program = block_run_by(ON_DEV, "python").text
+    for name, unique in (
+        ('App("research")', f"App({service!r})"),
+        ('App("search")', f"App({peer!r})"),
+        ('ctx.call("search"', f"ctx.call({peer!r}"),
+    ):
         assert program.count(name) == 1
         program = program.replace(name, unique)
     (directory / "research.py").write_text(program)
 
 
-def readme_commands() -> list[list[str]]:
-    """The README's commands, word by word; those in the background end with &."""
-    found = [shlex.split(line) for line in block_run_by(README, "bash").text.splitlines()]
-    assert [words[1] for words in found] == ["migrate", "worker", "worker", "worker", "sweeper", "submit"]
-    return found
+def server_commands() -> list[list[str]]:
+    """The README's commands, word by word; those in the background end with &. The rig sets the two variables."""
+    found = [shlex.split(line) for line in block_run_by(ON_SERVERS, "bash").text.splitlines()]
+    assert [words[0] for words in found[:2]] == ["export", "export"]
+    commands = found[2:]
+    assert [words[1] for words in commands] == ["migrate", "worker", "worker", "worker", "sweeper", "submit"]
+    return commands
 
 
 async def run_command(rig: Rig, words: list[str], service: str, directory: Path) -> str:
