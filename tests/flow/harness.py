@@ -30,7 +30,7 @@ from coatcheck.worker import App, Settings, Sweeper, Worker
 _SHARED = ("broker", "store", "sweeper_queue", "grace", "lease", "sweep_interval")
 BRISK: dict[str, Any] = {"grace": 5, "sweep_interval": 0.1}
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 20.0
+PATIENCE_S = 40.0
 STARTING_S = 60.0
 """A process imports for a second or two where nobody else wants the CPU."""
 

@@ -42,6 +42,7 @@ METHODS = {
     "find_task": lambda store: store.find_task(new_id()),
     "renew": lambda store: store.renew([], lease=MINUTE),
     "give_back": lambda store: store.give_back([], lease=MINUTE, detaches=True),
+    "hasten_held": lambda store: store.hasten_held("svc"),
     "mark_sent": lambda store: store.mark_sent([]),
     "mark_final_sent": lambda store: store.mark_final_sent([]),
     "look": lambda store: store.look(limit=1, again=MINUTE),

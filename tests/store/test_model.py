@@ -34,7 +34,7 @@ A_MOMENT = timedelta(seconds=25)
 NOWHERE = uuid.UUID(int=0)
 VERBS = (
     *(["put"] * 6 + ["claim"] * 4 + ["claim_what_one_waits_for"] * 3 + ["accept"] * 2 + ["resume"] * 3 + ["cancel"]),
-    *("renew", "mark", "let_pass", "let_pass", "look", "retire", "retire", "repair", "read"),
+    *("renew", "mark", "let_pass", "let_pass", "look", "retire", "retire", "repair", "hasten", "read"),
 )
 HAPPENS = (
     *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "cancel recorded"),
@@ -105,6 +105,9 @@ class Twins(RuleBasedStateMachine):
 
     def _retire(self, make: Maker) -> None:
         self._happened["retired"] += self._ask(lambda store: store.retire(limit=1000))
+
+    def _hasten(self, make: Maker) -> None:
+        self._happened["hastened"] += self._ask(lambda store: store.hasten_held("svc"))
 
     def _repair(self, make: Maker) -> None:
         """With a wait ended by hand, behind the stores' back: else there is nothing to repair."""

@@ -443,6 +443,18 @@ async def test_hold_keeps_the_task_with_a_time_to_try_again(store):
     assert await store.without_waker() == []
 
 
+async def test_held_tasks_of_a_service_are_tried_again_when_its_code_may_be_new(store, bench):
+    task = await start(store)
+    await written(store, put_of(task, hold()))
+    wake = Wake(task.task_id, task.epoch)
+
+    assert await store.hasten_held("another") == 0
+    assert (await store.resume(wake)).verdict is Verdict.EARLY
+    assert await store.hasten_held("svc") == 1
+    assert [it.task_id for it in (await store.look(limit=10, again=MINUTE)).overdue] == [task.task_id]
+    assert (await store.resume(wake)).verdict is Verdict.GRANTED
+
+
 async def test_detached_run_has_no_trigger(store):
     task = await start(store)
     assert task.trigger == "request"

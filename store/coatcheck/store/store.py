@@ -123,6 +123,10 @@ class Store:
         """Leave granted tasks to others once a short lease is over, as if they had never been picked up."""
         await self._do(sweeps.renew, renewals, lease=lease, detaches=detaches, uncounted=1)
 
+    async def hasten_held(self, service: str) -> int:
+        """Let the held tasks of a service be tried again now: new code is here, which may fit them."""
+        return await self._do(sweeps.hasten_held, service)
+
     async def mark_sent(self, calls: Sequence[CallId]) -> None:
         await self._do(sweeps.mark_sent, calls)
 

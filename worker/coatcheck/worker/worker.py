@@ -13,6 +13,7 @@ import platform
 import socket
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -167,11 +168,16 @@ class Worker:
         return [leases.run(), runtime.marks.run()] if runtime.uses_store else []
 
     async def _check_store(self, runtime: Runtime) -> None:
-        """Refuse to start on a schema that is missing or older; start paused when Postgres is away."""
+        """Refuse to start on a schema that is missing or older; start paused when Postgres is away.
+
+        What is held waits for code that fits it, and this may be that code: its pauses of up to an hour are over.
+        """
         if not runtime.uses_store:
             return
         try:
             check_schema(await runtime.store.ping(), runtime.store.place)
+            if await runtime.store.hasten_held(self.app.service):
+                runtime.hints.give([timedelta()])
         except StoreUnavailable as error:
             runtime.gate.close(error)
 

@@ -33,6 +33,7 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_claims.resume: claims.resume,
         pg_cancels.cancel: cancels.cancel,
         pg_sweeps.renew: sweeps.renew,
+        pg_sweeps.hasten_held: sweeps.hasten_held,
         pg_sweeps.mark_sent: sweeps.mark_sent,
         pg_sweeps.mark_final_sent: sweeps.mark_final_sent,
         pg_sweeps.look: sweeps.look,
