@@ -5,12 +5,12 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import asyncpg
 import pytest
+from msgspec.structs import replace
 from tests.broker.process import Process
 from tests.broker.rigs import QUICK, Inbox, Rig, as_broker, send, until, until_depth
 from tests.flow.outages import OwnPostgres

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from msgspec.structs import replace
 from tests.cli.kit import Cli, with_broker
 from tests.conftest import ServiceNames
 from tests.services import run_sync

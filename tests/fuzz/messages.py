@@ -10,12 +10,13 @@ import random
 import string
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from coatcheck.broker import wire
 from coatcheck.broker.bodies import Body, BodyFormat

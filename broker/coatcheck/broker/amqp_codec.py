@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import msgspec
 from pamqp import decode, encode
 from pamqp.exceptions import PAMQPException
 
-from coatcheck.broker.headers import BROKEN, QUEUE, REASON, may_arrive, may_pass
+from coatcheck.broker.headers import BROKEN, MAY_PASS, QUEUE, REASON, may_arrive
 from coatcheck.broker.port import HeaderValue, Message
 
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
@@ -42,12 +43,12 @@ _TIMESTAMP, _TYPE, _USER_ID, _APP_ID, _CLUSTER_ID = 0x0040, 0x0020, 0x0010, 0x00
 
 _SETTLE = struct.Struct(">BHIIQBB")
 _HEADER_START = struct.Struct(">HHQH")
-_LONG, _TAG = struct.Struct(">I"), struct.Struct(">Q")
+_LONG, _TAG, _TEXT = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">cI")
 _END = bytes((FRAME_END,))
-# The size of a table's value by its type, for skipping; those with a length of their own are in _SIZED.
-_SIZES = {b"t": 1, b"b": 1, b"B": 1, b"U": 2, b"s": 2, b"u": 2, b"I": 4, b"i": 4, b"f": 4}
+# The size of a table's value by its type, for skipping; None: it begins with its length.
+_SIZES: dict[bytes, int | None] = {b"t": 1, b"b": 1, b"B": 1, b"U": 2, b"s": 2, b"u": 2, b"I": 4, b"i": 4, b"f": 4}
 _SIZES |= {b"l": 8, b"L": 8, b"d": 8, b"T": 8, b"D": 5, b"V": 0}
-_SIZED = frozenset({b"S", b"x", b"A", b"F"})
+_SIZES |= {b"S": None, b"x": None, b"A": None, b"F": None}
 # What bytes a stranger wrote are known to raise.
 _DECODE_ERRORS = (
     ValueError,
@@ -63,8 +64,6 @@ _DECODE_ERRORS = (
 _MOST_HEADERS = 1000
 _MOST_NESTED = 8192
 """A stranger's header that takes longer to read than this is not read; RabbitMQ's own are far smaller."""
-
-_NO_HEADERS: Mapping[str, HeaderValue] = {}
 
 
 # --- what we write ---
@@ -122,10 +121,10 @@ def _properties(message: Message, message_id: str) -> bytes:
     parts = [b""]
     if message.content_type:
         flags |= _CONTENT_TYPE
-        parts.append(_short(message.content_type))
+        parts.append(_short_name(message.content_type))
     if message.content_encoding:
         flags |= _CONTENT_ENCODING
-        parts.append(_short(message.content_encoding))
+        parts.append(_short_name(message.content_encoding))
     if message.headers and (table := _table(message.headers)):
         flags |= _HEADERS
         parts += (_LONG.pack(len(table)), table)
@@ -135,11 +134,11 @@ def _properties(message: Message, message_id: str) -> bytes:
         parts.append(_short(message.correlation_id))
     if message.reply_to:
         flags |= _REPLY_TO
-        parts.append(_short(message.reply_to))
+        parts.append(_short_name(message.reply_to))
     parts.append(_short(message_id))
     if message.type:
         flags |= _TYPE
-        parts.append(_short(message.type))
+        parts.append(_short_name(message.type))
     parts[0] = flags.to_bytes(2, "big")
     return b"".join(parts)
 
@@ -147,14 +146,14 @@ def _properties(message: Message, message_id: str) -> bytes:
 def _table(headers: Mapping[str, HeaderValue]) -> bytes:
     parts: list[bytes] = []
     for name, value in headers.items():
-        if not may_pass(name):
+        written = _HEADER_NAMES.get(name)
+        if written is None:
             continue
-        parts.append(_short(name))
         if type(value) is str:
             text = value.encode()
-            parts += (b"S", _LONG.pack(len(text)), text)
+            parts += (written, _TEXT.pack(b"S", len(text)), text)
         else:
-            parts.append(encode.encode_table_value(_wired(value)))
+            parts += (written, encode.encode_table_value(_wired(value)))
     return b"".join(parts)
 
 
@@ -171,8 +170,12 @@ def _short(text: str) -> bytes:
     raw = text.encode()
     if len(raw) > 255:
         raise ValueError(f"a property of {len(raw)} bytes; AMQP takes 255")
-    return bytes((len(raw),)) + raw
+    return _BYTES[len(raw)] + raw
 
+
+_BYTES = [bytes((each,)) for each in range(256)]
+_short_name = lru_cache(maxsize=1024)(_short)  # for what many messages have in common
+_HEADER_NAMES = {name: _short(name) for name in MAY_PASS}
 
 # --- what we read ---
 
@@ -206,7 +209,7 @@ def read_arrived(method: bytes, header: bytes, body: bytes, *, is_get: bool, is_
         message, count, death = Message(body, headers={BROKEN: broken}), None, None
     if death is not None:
         told = {**message.headers, REASON: str(death.get("reason")), QUEUE: str(death.get("queue"))}
-        message = _with_headers(message, told)
+        message = msgspec.structs.replace(message, headers=told)
     return Arrived(message, tag, is_redelivered, _count_deliveries(count, is_redelivered), broken)
 
 
@@ -229,80 +232,85 @@ def body_size_of(header: bytes) -> int:
     return size
 
 
-class _Cursor:
-    """Reads properties one after the other. Raises ValueError where they run over the end."""
-
-    __slots__ = ("at", "raw")
-
-    def __init__(self, raw: bytes, at: int) -> None:
-        self.raw = raw
-        self.at = at
-
-    def short(self) -> str:
-        start = self.at + 1
-        self.skip(1 + self.raw[self.at])
-        return self.raw[start : self.at].decode()
-
-    def skip(self, size: int) -> None:
-        self.at += size
-        if self.at > len(self.raw):
-            raise ValueError("properties end before their time")
-
-
 def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message, Any, Mapping[str, Any] | None]:
-    """The message, the broker's count of deliveries, and its word on why the message is dead."""
-    flags = _HEADER_START.unpack_from(header)[3]
+    """The message, the broker's count of deliveries, and its word on why the message is dead.
+
+    Raises ValueError or LookupError where properties run over the end.
+    """
+    at, found, count, death = 14, dict[str, Any](), None, None
+    for name, size in _layout(_HEADER_START.unpack_from(header)[3]):
+        if size == _SHORT:
+            start = at + 1
+            at = start + header[at]
+            if name is not None:
+                found[name] = header[start:at].decode()
+        elif size == _TABLE:
+            start = at + 4
+            at = start + _LONG.unpack_from(header, at)[0]
+            found["headers"], count, death = _read_table(header, start, at, is_dead=is_dead)
+        else:
+            at += size
+    if at > len(header):
+        raise ValueError("properties end before their time")
+    return Message(body, **found), count, death
+
+
+_SHORT, _TABLE = -1, -2
+# Properties in their order, as far as we read: flag, name if it is ours to know, size.
+_PROPERTIES: tuple[tuple[int, str | None, int], ...] = (
+    (_CONTENT_TYPE, "content_type", _SHORT),
+    (_CONTENT_ENCODING, "content_encoding", _SHORT),
+    (_HEADERS, "headers", _TABLE),
+    (_DELIVERY_MODE, None, 1),
+    (_PRIORITY, None, 1),
+    (_CORRELATION_ID, "correlation_id", _SHORT),
+    (_REPLY_TO, "reply_to", _SHORT),
+    (_EXPIRATION, None, _SHORT),
+    (_MESSAGE_ID, "message_id", _SHORT),
+    (_TIMESTAMP, None, 8),
+    (_TYPE, "type", _SHORT),
+)
+
+
+@lru_cache(maxsize=256)
+def _layout(flags: int) -> tuple[tuple[str | None, int], ...]:
+    """Which properties follow such flags. Raises ValueError for flags that nobody has."""
     if flags & 1:
         raise ValueError("more flags than AMQP has properties")
-    cursor = _Cursor(header, 14)
-    content_type = cursor.short() if flags & _CONTENT_TYPE else None
-    content_encoding = cursor.short() if flags & _CONTENT_ENCODING else None
-    headers, count, death = _NO_HEADERS, None, None
-    if flags & _HEADERS:
-        start = cursor.at + 4
-        cursor.skip(4 + _LONG.unpack_from(header, cursor.at)[0])
-        headers, count, death = _read_table(header, start, cursor.at, is_dead=is_dead)
-    cursor.skip(bool(flags & _DELIVERY_MODE) + bool(flags & _PRIORITY))
-    correlation_id = cursor.short() if flags & _CORRELATION_ID else None
-    reply_to = cursor.short() if flags & _REPLY_TO else None
-    if flags & _EXPIRATION:
-        cursor.skip(1 + header[cursor.at])
-    message_id = cursor.short() if flags & _MESSAGE_ID else None
-    if flags & _TIMESTAMP:
-        cursor.skip(8)
-    kind = cursor.short() if flags & _TYPE else None
-    message = Message(body, correlation_id, reply_to, content_type, kind, message_id, headers, content_encoding)
-    return message, count, death
+    return tuple((name, size) for flag, name, size in _PROPERTIES if flags & flag)
 
 
 def _read_table(
     raw: bytes, at: int, end: int, *, is_dead: bool
 ) -> tuple[Mapping[str, HeaderValue], Any, Mapping[str, Any] | None]:
     """Read the headers that may arrive; all others are skipped by their length."""
+    arriving = _ARRIVING_DEAD if is_dead else _ARRIVING
     headers: dict[str, HeaderValue] = {}
     count, death = None, None
     for _ in range(_MOST_HEADERS):
         if at >= end:
             return headers, count, death
-        name = raw[at + 1 : at + 1 + raw[at]].decode(errors="replace")
-        at += 1 + raw[at]
-        kind = raw[at : at + 1]
-        start, at = at, at + 1 + _value_size(kind, raw, at + 1)
+        start = at + 1 + raw[at]
+        name, kind = raw[at + 1 : start], raw[start : start + 1]
+        size = _SIZES[kind]
+        if size is None:
+            size = 4 + _LONG.unpack_from(raw, start + 1)[0]
+        at = start + 1 + size
         if at > end:
             raise ValueError("a header runs over the end of its table")
-        if may_arrive(name, is_dead=is_dead):
-            headers[name] = _read_value(kind, raw[start:at])
-        elif name == "x-delivery-count":
+        known = arriving.get(name)
+        if known is not None:
+            headers[known] = _read_value(kind, raw[start:at])
+        elif name == b"x-delivery-count":
             count = _read_value(kind, raw[start:at])
-        elif is_dead and name == "x-death":
+        elif is_dead and name == b"x-death":
             death = _latest_death(_read_value(kind, raw[start:at]))
     raise ValueError(f"more than {_MOST_HEADERS} headers")
 
 
-def _value_size(kind: bytes, raw: bytes, at: int) -> int:
-    if kind in _SIZED:
-        return 4 + int(_LONG.unpack_from(raw, at)[0])
-    return _SIZES[kind]
+_ARRIVING, _ARRIVING_DEAD = (
+    {name.encode(): name for name in MAY_PASS if may_arrive(name, is_dead=is_dead)} for is_dead in (False, True)
+)
 
 
 def _read_value(kind: bytes, raw: bytes) -> Any:
@@ -334,16 +342,3 @@ def _count_deliveries(count: Any, is_redelivered: bool) -> int:
     if not is_redelivered:
         return 1
     return max(2, count + 1) if isinstance(count, int) and not isinstance(count, bool) else 2
-
-
-def _with_headers(message: Message, headers: Mapping[str, HeaderValue]) -> Message:
-    return Message(
-        message.body,
-        message.correlation_id,
-        message.reply_to,
-        message.content_type,
-        message.type,
-        message.message_id,
-        headers,
-        message.content_encoding,
-    )

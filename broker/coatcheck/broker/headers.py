@@ -35,7 +35,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.
 _MAX_TRACESTATE = 512
 _MAX_DETAIL = 500
 _MAX_TOKEN = 16 * 1024
-_MAY_PASS = frozenset(
+MAY_PASS = frozenset(
     {
         KIND,
         IDENTITY,
@@ -56,7 +56,7 @@ _MAY_PASS = frozenset(
 
 def may_pass(header: str) -> bool:
     """Tell whether a header is ours to read and to send. Adapters strip all others, both ways."""
-    return header in _MAY_PASS
+    return header in MAY_PASS
 
 
 def may_arrive(header: str, *, is_dead: bool) -> bool:
@@ -65,7 +65,7 @@ def may_arrive(header: str, *, is_dead: bool) -> bool:
     A reason is believed of a dead letter only: on anything else it is the sender's own, and would outlive it to tell a
     redrive where to go. A token is never read off a dead letter.
     """
-    return header in _MAY_PASS and header not in (_NOT_OF_THE_DEAD if is_dead else DEAD_HEADERS)
+    return header in MAY_PASS and header not in (_NOT_OF_THE_DEAD if is_dead else DEAD_HEADERS)
 
 
 _NOT_OF_THE_DEAD = frozenset({AUTHORIZATION})

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import structlog
+from msgspec.structs import replace
 
 from coatcheck.broker import topology
 from coatcheck.broker.headers import QUEUE, REASON, may_arrive, may_pass

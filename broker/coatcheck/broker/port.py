@@ -10,13 +10,15 @@ An adapter keeps these promises, and `tests/broker/test_conformance.py` holds ev
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeAlias
+
+import msgspec
 
 from coatcheck.broker.topology import SWEEPER_QUEUE, Names
 
@@ -25,8 +27,7 @@ HeaderValue: TypeAlias = str | int | float | bool | bytes | datetime | list[Any]
 _NO_HEADERS: Mapping[str, HeaderValue] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, gc=False):
     """A message, whichever way it travels. Only the headers of the wire contract pass an adapter.
 
     `message_id` None means: the adapter picks a fresh one. One that is given is kept, also when it is used twice.
@@ -38,16 +39,18 @@ class Message:
     content_type: str | None = None
     type: str | None = None
     message_id: str | None = None
-    headers: Mapping[str, HeaderValue] = field(default_factory=lambda: _NO_HEADERS)
+    headers: Mapping[str, HeaderValue] = _NO_HEADERS
     content_encoding: str | None = None
 
     def __repr__(self) -> str:
         """Neither body nor headers: a message in a log or traceback must not bring its payload or a token along."""
         return f"Message({len(self.body)} bytes, correlation_id={self.correlation_id!r}, type={self.type!r})"
 
+    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+        yield from (("size", len(self.body)), ("correlation_id", self.correlation_id), ("type", self.type))
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+
+class Outgoing(msgspec.Struct, frozen=True, gc=False):
     """A message and where it goes: a queue, or with `is_broadcast` every replica queue of a service.
 
     With a `delay` it is delivered that much later, where the broker can: RabbitMQ cannot, and raises `UsageError`.

@@ -413,7 +413,7 @@ def dead_letter(delivery: Delivery, service: str, code: str, detail: str) -> Out
         QUEUE: delivery.queue,
         DEAD_AT: datetime.now(UTC).isoformat(),
     }
-    return Outgoing(to=Names(service).dead, message=_replace_headers(message, headers))
+    return Outgoing(to=Names(service).dead, message=msgspec.structs.replace(message, headers=headers))
 
 
 def revive(message: Message) -> Outgoing:
@@ -427,7 +427,7 @@ def revive(message: Message) -> Outgoing:
     headers = {
         name: value for name, value in message.headers.items() if name not in DEAD_HEADERS and name != AUTHORIZATION
     }
-    return Outgoing(to=queue, message=_replace_headers(message, headers))
+    return Outgoing(to=queue, message=msgspec.structs.replace(message, headers=headers))
 
 
 def _letter_headers(headers: Mapping[str, HeaderValue]) -> dict[str, HeaderValue]:
@@ -440,19 +440,6 @@ def _letter_headers(headers: Mapping[str, HeaderValue]) -> dict[str, HeaderValue
 
 def _fits_a_letter(value: HeaderValue) -> bool:
     return not isinstance(value, list | dict) and len(str(value)) <= DEFAULT_LIMITS.max_header
-
-
-def _replace_headers(message: Message, headers: Mapping[str, HeaderValue]) -> Message:
-    return Message(
-        body=message.body,
-        correlation_id=message.correlation_id,
-        reply_to=message.reply_to,
-        content_type=message.content_type,
-        type=message.type,
-        message_id=message.message_id,
-        headers=headers,
-        content_encoding=message.content_encoding,
-    )
 
 
 def _present(headers: Mapping[str, HeaderValue]) -> dict[str, HeaderValue]:
