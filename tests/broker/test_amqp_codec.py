@@ -113,7 +113,7 @@ def test_what_the_driver_writes_we_read(message: Message) -> None:
 
     assert arrived.message == message
     assert (arrived.tag, arrived.is_redelivered, arrived.delivery_count, arrived.broken) == (1, False, 1, None)
-    assert codec.body_size_of(header) == len(message.body)
+    assert codec.BODY_SIZE.unpack_from(header) == (len(message.body),)
 
 
 @given(st.binary(max_size=200))

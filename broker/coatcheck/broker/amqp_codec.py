@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from pamqp import decode, encode
@@ -27,6 +27,8 @@ METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
 FRAME_END = 0xCE
 FRAME_OVERHEAD = 8
 HEAD = struct.Struct(">BHI")
+METHOD_ID = struct.Struct(">I")
+BODY_SIZE = struct.Struct(">4xQ")  # in a header frame
 HEARTBEAT_FRAME = HEAD.pack(HEARTBEAT, 0, 0) + bytes((FRAME_END,))
 
 # Methods as class and number together, as they stand at the beginning of a method frame.
@@ -43,6 +45,7 @@ _TIMESTAMP, _TYPE, _USER_ID, _APP_ID, _CLUSTER_ID = 0x0040, 0x0020, 0x0010, 0x00
 
 _SETTLE = struct.Struct(">BHIIQBB")
 _HEADER_START = struct.Struct(">HHQH")
+_HEADER_FRAME = struct.Struct(">BHIHHQ")
 _LONG, _TAG, _TEXT = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">cI")
 _END = bytes((FRAME_END,))
 # The size of a table's value by its type, for skipping; None: it begins with its length.
@@ -86,18 +89,14 @@ def publish_frames(
     size = len(body)
     parts = [
         _publish_method(channel, exchange, routing_key, mandatory),
-        HEAD.pack(HEADER, channel, 12 + len(properties)),
-        struct.pack(">HHQ", _BASIC, 0, size),
+        _HEADER_FRAME.pack(HEADER, channel, 12 + len(properties), _BASIC, 0, size),
         properties,
         _END,
     ]
     room = frame_max - FRAME_OVERHEAD if frame_max else size
-    if 0 < size <= room:
-        parts += (HEAD.pack(BODY, channel, size), body, _END)
-    elif size:
-        for start in range(0, size, room):
-            piece = body[start : start + room]
-            parts += (HEAD.pack(BODY, channel, len(piece)), piece, _END)
+    for start in range(0, size, room or 1):
+        piece = body[start : start + room]  # of bytes, the whole is no copy
+        parts += (HEAD.pack(BODY, channel, len(piece)), piece, _END)
     return b"".join(parts)
 
 
@@ -180,7 +179,7 @@ _HEADER_NAMES = {name: _short(name) for name in MAY_PASS}
 # --- what we read ---
 
 
-class Arrived(NamedTuple):
+class Arrived(msgspec.Struct, frozen=True, gc=False):
     """A message off a queue, and what the broker says of it."""
 
     message: Message
@@ -210,7 +209,8 @@ def read_arrived(method: bytes, header: bytes, body: bytes, *, is_get: bool, is_
     if death is not None:
         told = {**message.headers, REASON: str(death.get("reason")), QUEUE: str(death.get("queue"))}
         message = msgspec.structs.replace(message, headers=told)
-    return Arrived(message, tag, is_redelivered, _count_deliveries(count, is_redelivered), broken)
+    # On a first delivery a count can only be the sender's own, so it is not believed.
+    return Arrived(message, tag, is_redelivered, _count_deliveries(count) if is_redelivered else 1, broken)
 
 
 def read_confirm(method: bytes) -> tuple[int, bool]:
@@ -225,11 +225,6 @@ def read_returned(method: bytes, header: bytes) -> tuple[str, str | None]:
         at += 1 + method[at]
     routing_key = method[at + 1 : at + 1 + method[at]].decode()
     return routing_key, _read_message(header, b"", is_dead=False)[0].message_id
-
-
-def body_size_of(header: bytes) -> int:
-    size: int = _TAG.unpack_from(header, 4)[0]
-    return size
 
 
 def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message, Any, Mapping[str, Any] | None]:
@@ -333,12 +328,9 @@ def _latest_death(deaths: Any) -> Mapping[str, Any] | None:
     return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else None
 
 
-def _count_deliveries(count: Any, is_redelivered: bool) -> int:
-    """Count how often this message was delivered, this time included.
+def _count_deliveries(count: Any) -> int:
+    """Count how often a redelivered message was delivered, this time included.
 
-    Quorum queues count in `x-delivery-count`, beginning with the second delivery. On a first delivery such a header
-    can only be the sender's own, so it is not believed.
+    Quorum queues count in `x-delivery-count`, beginning with the second delivery.
     """
-    if not is_redelivered:
-        return 1
     return max(2, count + 1) if isinstance(count, int) and not isinstance(count, bool) else 2

@@ -12,6 +12,7 @@ with the same of both, the second waits until the first is settled, or they woul
 from __future__ import annotations
 
 import itertools
+import uuid
 from asyncio import Future, get_running_loop
 from collections import deque
 from collections.abc import Sequence
@@ -34,19 +35,27 @@ WINDOW_BYTES = 8 << 20
 
 Fate = Routing | BaseException
 
+_PROCESS = uuid.uuid4().hex
+_COUNT = itertools.count(1)
+
+
+def new_id() -> str:
+    """A message_id nobody else has: unique to this process, and counted within it."""
+    return f"{_PROCESS}-{next(_COUNT)}"
+
 
 class Attempt:
-    """One try at publishing a batch, and what became of each message of it."""
+    """One try at publishing what is left of a batch. What becomes of each message is noted at its index."""
 
-    __slots__ = ("_done", "_left", "fates")
+    __slots__ = ("_done", "_fates", "_left")
 
-    def __init__(self, count: int) -> None:
-        self.fates: list[Fate | None] = [None] * count
-        self._left = count
+    def __init__(self, fates: list[Fate | None], left: int) -> None:
+        self._fates = fates
+        self._left = left
         self._done: Future[None] = get_running_loop().create_future()
 
     def settle(self, index: int, fate: Fate) -> None:
-        self.fates[index] = fate
+        self._fates[index] = fate
         self._left -= 1
         if not self._left:
             self._end()
@@ -103,9 +112,10 @@ class Lane(Receiver):
         """Tell whether something waits for its confirm, and none has come for so long."""
         return bool(self._unconfirmed) and self._loop.time() - self._progress_at_s > after_s
 
-    def send(self, batch: Sequence[tuple[int, Outgoing, str]], attempt: Attempt) -> None:
-        """Write messages as soon as there is room. Each is given with its index in the attempt and its message_id."""
-        for index, outgoing, message_id in batch:
+    def send(self, batch: Sequence[tuple[int, Outgoing]], attempt: Attempt) -> None:
+        """Write messages as soon as there is room. Each is given with its index in the whole batch."""
+        for index, outgoing in batch:
+            message_id = outgoing.message.message_id or new_id()
             try:
                 frames = self._frames(outgoing, message_id)
             except ValueError as exc:
@@ -136,22 +146,20 @@ class Lane(Receiver):
 
     def _pump(self) -> None:
         """Write what the window and the socket have room for, as one buffer."""
-        if self.is_lost:
+        waiting, unconfirmed = self._waiting, self._unconfirmed
+        if not waiting or self.is_lost or self.link.wire.is_clogged:
             return
         parts: list[bytes] = []
-        if self._waiting and not self._unconfirmed:
+        if not unconfirmed:
             self._progress_at_s = self._loop.time()
-        while self._waiting and not self.link.wire.is_clogged and self._has_room():
-            sending = self._waiting.popleft()
+        while waiting and len(unconfirmed) < WINDOW_COUNT and self._unconfirmed_bytes < WINDOW_BYTES:
+            sending = waiting.popleft()
             self._tag += 1
-            self._unconfirmed[self._tag] = sending
+            unconfirmed[self._tag] = sending
             self._unconfirmed_bytes += len(sending.frames)
             parts.append(sending.frames)
         if parts:
             self.link.write(b"".join(parts))
-
-    def _has_room(self) -> bool:
-        return len(self._unconfirmed) < WINDOW_COUNT and self._unconfirmed_bytes < WINDOW_BYTES
 
     # --- what the broker says ---
 
@@ -177,12 +185,12 @@ class Lane(Receiver):
         self.is_lost = True  # whoever wants to publish from here on opens another; what is in flight hears why
 
     def _settle(self, sending: _Sending, *, is_taken: bool) -> None:
-        following = self._behind.get(sending.key)
-        if following:
+        if following := self._behind.get(sending.key):
             successor = self._in_flight[sending.key] = following.popleft()
             self._waiting.append(successor)
+            if not following:
+                del self._behind[sending.key]
         else:
-            self._behind.pop(sending.key, None)
             del self._in_flight[sending.key]
         if not is_taken:
             fate: Fate = DeliveryError(None, Basic.Nack())

@@ -8,15 +8,14 @@ next connection: a duplicate is harmless by design, a loss is not.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import uuid
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from functools import lru_cache
+from typing import NoReturn, cast
 
 import structlog
 from aiormq.exceptions import ConnectionInternalError, DeliveryError
 
-from coatcheck.broker.amqp_lane import Attempt, Lane
+from coatcheck.broker.amqp_lane import Attempt, Fate, Lane
 from coatcheck.broker.amqp_link import DRIVER_ERRORS, Link, Uplink, describe, is_channel_error
 from coatcheck.broker.headers import REASON
 from coatcheck.broker.port import BrokerStats, Outgoing, Routing
@@ -26,8 +25,6 @@ from coatcheck.errors import BrokerUnavailable, MalformedMessage, OversizedMessa
 
 log = structlog.get_logger(__name__)
 
-_PROCESS = uuid.uuid4().hex
-_COUNT = itertools.count(1)
 _MAX_NAME_BYTES = 255
 _RETRY_PAUSE_S = 0.05
 
@@ -43,23 +40,21 @@ class Publisher:
         # channel, and with it everything in flight there.
         self._lanes: dict[str, asyncio.Task[Lane]] = {}
 
-    @staticmethod
-    def new_id() -> str:
-        """A message_id nobody else has: unique to this process, and counted within it."""
-        return f"{_PROCESS}-{next(_COUNT)}"
-
     async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
         """See `Broker.publish`."""
+        limit = self._settings.max_body
         for outgoing in batch:
-            self._check(outgoing)
+            size = len(outgoing.message.body)
+            if size > limit and REASON not in outgoing.message.headers:
+                raise OversizedMessage("oversized", f"body of {size} bytes to {outgoing.to!r}; max_body is {limit}")
         deadline = asyncio.get_running_loop().time() + self._settings.publish_timeout.total_seconds()
-        routings: list[Routing | None] = [None if _is_nameable(it.to) else Routing.NO_ROUTE for it in batch]
-        while missing := [index for index, routing in enumerate(routings) if routing is None]:
-            await self._attempt(batch, missing, routings, deadline)
-        done = [routing for routing in routings if routing is not None]
-        self._stats.published_count += len(done)
-        self._stats.no_route_count += done.count(Routing.NO_ROUTE)
-        return done
+        fates: list[Fate | None] = [None if _is_nameable(it.to) else Routing.NO_ROUTE for it in batch]
+        while missing := [index for index, fate in enumerate(fates) if not isinstance(fate, Routing)]:
+            await self._attempt(batch, missing, fates, deadline)
+        routings = cast("list[Routing]", fates)
+        self._stats.published_count += len(routings)
+        self._stats.no_route_count += routings.count(Routing.NO_ROUTE)
+        return routings
 
     async def stop(self) -> None:
         """Give up what is still being opened; what is in flight goes with the link."""
@@ -68,36 +63,26 @@ class Publisher:
             await reap(opening)
 
     async def _attempt(
-        self, batch: Sequence[Outgoing], missing: list[int], routings: list[Routing | None], deadline: float
+        self, batch: Sequence[Outgoing], missing: list[int], fates: list[Fate | None], deadline: float
     ) -> None:
         """Send what is missing once and note what became known. Raises when there is no point in another attempt."""
         link = await self._get_link(deadline)
+        by_exchange: dict[str, list[tuple[int, Outgoing]]] = {}
+        for index in missing:
+            by_exchange.setdefault(_exchange(batch[index]), []).append((index, batch[index]))
         try:
-            exchanges = {_exchange(batch[index]) for index in missing}
-            lanes = {exchange: await self._get_lane(link, exchange, deadline=deadline) for exchange in exchanges}
+            lanes = [await self._get_lane(link, exchange, deadline=deadline) for exchange in by_exchange]
         except DRIVER_ERRORS as exc:
             await self._pause_or_fail(exc, deadline)
             return
-        attempt = Attempt(len(missing))
-        for exchange, lane in lanes.items():
-            lane.send(
-                [
-                    (place, outgoing, outgoing.message.message_id or self.new_id())
-                    for place, outgoing in enumerate(batch[index] for index in missing)
-                    if _exchange(outgoing) == exchange
-                ],
-                attempt,
-            )
+        attempt = Attempt(fates, len(missing))
+        for lane, part in zip(lanes, by_exchange.values(), strict=True):
+            lane.send(part, attempt)
         if not await attempt.finish(deadline):
-            self._give_up(link, len(missing), lanes.values())
-        failures: list[BaseException] = []
-        for index, fate in zip(missing, attempt.fates, strict=True):
-            if isinstance(fate, BaseException):
-                failures.append(fate)
-            else:
-                routings[index] = fate
-        if failures:
-            await self._pause_or_fail(failures[0], deadline)
+            self._give_up(link, len(missing), lanes)
+        failure = next((fate for index in missing if isinstance(fate := fates[index], BaseException)), None)
+        if failure is not None:
+            await self._pause_or_fail(failure, deadline)
 
     async def _get_link(self, deadline: float) -> Link:
         loop = asyncio.get_running_loop()
@@ -136,13 +121,6 @@ class Publisher:
         self._stats.publish_failure_count += 1
         return BrokerUnavailable(f"publish: {why}; any message of the batch may or may not have arrived")
 
-    def _check(self, outgoing: Outgoing) -> None:
-        size = len(outgoing.message.body)
-        if size > self._settings.max_body and REASON not in outgoing.message.headers:
-            raise OversizedMessage(
-                "oversized", f"body of {size} bytes to {outgoing.to!r}; max_body is {self._settings.max_body}"
-            )
-
     # --- lanes ---
 
     async def _get_lane(self, link: Link, exchange: str, *, deadline: float) -> Lane:
@@ -178,6 +156,7 @@ def _exchange(outgoing: Outgoing) -> str:
     return outgoing.to if outgoing.is_broadcast else ""
 
 
+@lru_cache(maxsize=1024)
 def _is_nameable(name: str) -> bool:
     """Tell whether a queue can have this name at all. If not, there is no such queue."""
     try:

@@ -15,7 +15,7 @@ import structlog
 from aiormq.exceptions import ConnectionInternalError
 
 from coatcheck.broker.amqp_address import AmqpAddress
-from coatcheck.broker.amqp_lane import Attempt, Lane
+from coatcheck.broker.amqp_lane import Attempt, Fate, Lane
 from coatcheck.broker.amqp_link import Link, Uplink, translating
 from coatcheck.broker.amqp_publisher import Publisher
 from coatcheck.broker.port import BrokerStats, Outgoing, Routing
@@ -64,13 +64,13 @@ class DirectReplies:
             link = await Link.open(self._address, self._settings, role="probe", stats=self._stats)
             try:
                 channel = await link.channel(confirms=True, timeout_s=timeout_s)
-                attempt = Attempt(1)
-                message_id = outgoing.message.message_id or Publisher.new_id()
-                Lane(link, channel, "").send([(0, outgoing, message_id)], attempt)
+                fates: list[Fate | None] = [None]
+                attempt = Attempt(fates, 1)
+                Lane(link, channel, "").send([(0, outgoing)], attempt)
                 await attempt.finish(asyncio.get_running_loop().time() + timeout_s)
             finally:
                 await link.close()
-            fate = attempt.fates[0]
+            fate = fates[0]
             if isinstance(fate, ConnectionInternalError):
                 log.warning("reply_address_refused", reply_to=outgoing.to[:64])
                 return Routing.NO_ROUTE

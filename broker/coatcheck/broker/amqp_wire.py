@@ -73,7 +73,7 @@ class _Intake:
 
     def add_header(self, header: bytes) -> None:
         self.header = header
-        self.left = codec.body_size_of(header)
+        self.left = codec.BODY_SIZE.unpack_from(header)[0]
         if not self.left:
             self.receiver.on_message(self.method, self.args, header, b"")
 
@@ -146,6 +146,18 @@ class Wire(asyncio.StreamReaderProtocol):
             self._reader.feed_data(data)
             return
         buffer = self._rest + data if self._rest else data
+        try:
+            self._rest = self._split(buffer)
+        except Exception:
+            # A bug of ours. Out of here it would reach the driver, and from there every loop that waits for an answer;
+            # a connection that is cut is what those know.
+            log.exception("frame_not_understood", size=len(buffer))
+            self._rest = b""
+            if self._socket is not None:
+                self._socket.abort()
+
+    def _split(self, buffer: bytes) -> bytes:
+        """Deal with every frame that is there as a whole, and give back the rest."""
         at, end = 0, len(buffer)
         is_taken = False
         unpack = codec.HEAD.unpack_from
@@ -157,31 +169,20 @@ class Wire(asyncio.StreamReaderProtocol):
             if kind not in _KINDS or buffer[stop] != codec.FRAME_END:  # not AMQP as we know it; the driver explains
                 self._is_foreign = True
                 self._reader.feed_data(buffer[at:])
-                return
-            if self._take_safely(kind, channel, buffer[at + 7 : stop]):
+                return b""
+            if self._take(kind, channel, buffer[at + 7 : stop]):
                 is_taken = True
             else:
                 self._driver_heard_s = self._clock_loop.time()
                 self._reader.feed_data(buffer[at : stop + 1])
             at = stop + 1
-        self._rest = buffer[at:] if at < end else b""
         if is_taken:
             self._reassure()
-
-    def _take_safely(self, kind: int, channel: int, payload: bytes) -> bool:
-        try:
-            return self._take(kind, channel, payload)
-        except Exception:
-            # A bug of ours. Out of here it would reach the driver, and from there every loop that waits for an answer;
-            # a connection that is cut is what those know.
-            log.exception("frame_not_understood", channel=channel, kind=kind)
-            if self._socket is not None:
-                self._socket.abort()
-            return True
+        return buffer[at:]
 
     def _take(self, kind: int, channel: int, payload: bytes) -> bool:
         """Deal with a frame if it is ours."""
-        method = int.from_bytes(payload[:4], "big") if kind == codec.METHOD else 0
+        method = codec.METHOD_ID.unpack_from(payload)[0] if kind == codec.METHOD else 0
         if (method and method not in _OURS) or kind == codec.HEARTBEAT:
             self._watch(method, channel)
             return False
