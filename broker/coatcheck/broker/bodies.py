@@ -11,6 +11,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -20,6 +21,7 @@ from coatcheck.errors import InvalidSettings, MalformedMessage, OversizedMessage
 T = TypeVar("T")
 
 _UNSET: Any = object()
+_decode_json = msgspec.json.Decoder().decode
 
 
 class BodyFormat(StrEnum):
@@ -147,6 +149,7 @@ def parse_body(
     return Body(form, raw, value=_decode_checked(raw, form, limits))
 
 
+@lru_cache(maxsize=256)
 def find_format(content_type: str) -> BodyFormat:
     """Say how a content type is read. Raises `MalformedMessage` for text in a charset that is not UTF-8."""
     mime, _, parameters = content_type.lower().partition(";")
@@ -193,7 +196,7 @@ def _decode_checked(raw: bytes, form: BodyFormat, limits: Limits) -> Any:
     if form is BodyFormat.JSON and _is_json_deeper_than(raw, limits.max_depth):
         raise MalformedMessage("too_deep", f"nested deeper than {limits.max_depth}")
     value = _decode(raw, form)
-    if form in {BodyFormat.MSGPACK, BodyFormat.CBOR}:
+    if form is BodyFormat.MSGPACK or form is BodyFormat.CBOR:
         _check_tree(value, limits.max_depth, max_nodes=len(raw))
     return value
 
@@ -202,7 +205,7 @@ def _decode(raw: bytes, form: BodyFormat) -> Any:
     try:
         match form:
             case BodyFormat.JSON:
-                return msgspec.json.decode(raw)
+                return _decode_json(raw)
             case BodyFormat.MSGPACK:
                 return msgspec.msgpack.decode(raw)
             case BodyFormat.CBOR:

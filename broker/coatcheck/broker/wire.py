@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -47,8 +46,7 @@ _NO_BODY = Body(BodyFormat.BYTES, b"")
 # --- requests ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Somebody asks a service for work."""
 
     handler: str | None
@@ -109,11 +107,13 @@ def make_request(
     token: str | None = None,
 ) -> Message:
     """Write a request. `message_id` is left to the adapter, which makes it unique per publish."""
+    if deadline is not None and deadline.tzinfo is not UTC:
+        deadline = deadline.astimezone(UTC)
     headers: dict[str, HeaderValue] = {
         IDENTITY: identity,
         KEY: key,
         TASK: task,
-        DEADLINE: deadline.astimezone(UTC).isoformat() if deadline else None,
+        DEADLINE: deadline.isoformat() if deadline else None,
         "traceparent": traceparent,
         "tracestate": tracestate,
         KEEP: True if keep else None,
@@ -159,8 +159,7 @@ class ReplyKind(StrEnum):
     RESUME = "resume"
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, gc=False):
     """How far a peer has got; every part may be missing."""
 
     done: float | None = None
@@ -168,8 +167,7 @@ class Progress:
     message: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An answer to a call, or word from the sweeper about one."""
 
     kind: ReplyKind
@@ -268,15 +266,19 @@ def make_problem(
     }
 
 
+_REPLY_KINDS = {kind.value: kind for kind in ReplyKind}
+
+
 def _find_reply_kind(head: Head) -> ReplyKind:
-    kind = head.find_text(KIND)
+    said = head.find_text(KIND)
+    if said is None:
+        content_type = head.message.content_type
+        is_problem = content_type and content_type.partition(";")[0].strip().lower() == PROBLEM
+        return ReplyKind.ERROR if is_problem else ReplyKind.RESULT
+    kind = _REPLY_KINDS.get(said)
     if kind is None:
-        mime = (head.message.content_type or "").partition(";")[0].strip().lower()
-        return ReplyKind.ERROR if mime == PROBLEM else ReplyKind.RESULT
-    try:
-        return ReplyKind(kind)
-    except ValueError:
-        raise MalformedMessage("unknown_kind", f"{KIND} {kind!r} on a replies queue") from None
+        raise MalformedMessage("unknown_kind", f"{KIND} {said!r} on a replies queue")
+    return kind
 
 
 def _read_problem(message: Message, limits: Limits) -> tuple[Body, dict[str, Any]]:
@@ -343,8 +345,7 @@ class ControlKind(StrEnum):
     CANCEL = "cancel"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class Control(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An order about a task, named by its id, by the identity of its request, or by its requester's correlation_id."""
 
     kind: ControlKind

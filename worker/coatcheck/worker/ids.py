@@ -1,23 +1,47 @@
-"""Ids of calls: unguessable, and in the order of time.
+"""Ids of tasks and calls, in the type that Postgres's driver has for them: made, printed and compared in C.
 
-Whoever knows an id may answer its call, so 74 bits of it are random. The first 48 say when it was made (UUID version
-7): new rows then lie side by side in the index, and neither the writes nor the cache a call needs grow with the table.
+A call's id is unguessable, and in the order of time. Whoever knows it may answer the call, so 74 bits of it are random.
+The first 48 say when it was made (UUID version 7): new rows then lie side by side in the index, and neither the writes
+nor the cache a call needs grow with the table.
 """
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
+from hashlib import sha1
+from uuid import UUID
+
+from asyncpg.pgproto import pgproto
 
 from coatcheck.store.rows import CallId
 
-__all__ = ["new_call_id"]
+__all__ = ["derived_id", "new_call_id", "new_id", "parse_id"]
 
-_RANDOM = (1 << 76) - 1
-_VERSION = 7 << 76
+_VERSION_AND_VARIANT = 0xF << 76 | 0x3 << 62
 
 
 def new_call_id() -> CallId:
     """An id that nobody has, and nobody can tell beforehand."""
     now_ms = time.time_ns() // 1_000_000
-    return CallId(uuid.UUID(int=now_ms << 80 | _VERSION | uuid.uuid4().int & _RANDOM))
+    return CallId(_uuid(now_ms << 80 | int.from_bytes(os.urandom(10), "big"), version=7))
+
+
+def new_id() -> UUID:
+    """A random id."""
+    return _uuid(int.from_bytes(os.urandom(16), "big"), version=4)
+
+
+def derived_id(namespace: UUID, name: str) -> UUID:
+    """The id that `uuid.uuid5` derives, the same each time."""
+    digest = sha1(namespace.bytes + name.encode(), usedforsecurity=False).digest()
+    return _uuid(int.from_bytes(digest[:16], "big"), version=5)
+
+
+def parse_id(text: str) -> UUID:
+    """Read an id. Raises ValueError for what is none."""
+    return pgproto.UUID(text)
+
+
+def _uuid(bits: int, *, version: int) -> UUID:
+    return pgproto.UUID((bits & ~_VERSION_AND_VARIANT | version << 76 | 0x2 << 62).to_bytes(16, "big"))

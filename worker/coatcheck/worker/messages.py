@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +16,7 @@ from coatcheck.store.blobs import Codec, decode, pack, unpack
 from coatcheck.store.rows import Address, Birth, Caller, CallId, Kind, NewCall, Peer, Task, TaskId, TaskState
 from coatcheck.worker import tracing
 from coatcheck.worker.callers import digest_with
+from coatcheck.worker.ids import derived_id, new_id
 from coatcheck.worker.keys import base_of
 
 _NAMESPACE = UUID("636f6174-6368-5563-8b21-7461736b6964")
@@ -33,9 +33,7 @@ _names_of = functools.lru_cache(maxsize=256)(Names)
 
 def task_id_of(service: str, identity: str | None) -> TaskId:
     """The same request always becomes the same task; one without an identity is new each time."""
-    if identity is None:
-        return TaskId(uuid.uuid4())
-    return TaskId(uuid.uuid5(_NAMESPACE, f"{service}\0{identity}"))
+    return TaskId(new_id() if identity is None else derived_id(_NAMESPACE, f"{service}\0{identity}"))
 
 
 def to_blob(body: Body) -> bytes:
@@ -77,15 +75,16 @@ def birth_of(
 
 def call_message(call: Peer, *, reply_to: str | None = None) -> Outgoing:
     """A call or send as a request to its peer. Sending it twice is harmless: its identity stays the same."""
-    identity = str(call.call_id)
+    identity, task = str(call.call_id), str(call.task_id)
+    is_answered = call.kind is Kind.CALL
     message = make_request(
         to_body(call.body),
-        identity if call.kind is Kind.CALL else None,
-        reply_to=(reply_to or _names_of(call.service).replies) if call.kind is Kind.CALL else None,
+        identity if is_answered else None,
+        reply_to=(reply_to or _names_of(call.service).replies) if is_answered else None,
         handler=call.handler,
         identity=identity,
-        key=f"{call.task_id}:{base_of(call.key)}",  # the row has both, so it need not keep them once more
-        task=str(call.task_id),
+        key=f"{task}:{base_of(call.key)}",  # the row has both, so it need not keep them once more
+        task=task,
         deadline=call.hard_due_at,
         traceparent=tracing.child(call.traceparent, call_id=call.call_id, task_id=call.task_id),
         tracestate=call.headers.get("tracestate"),

@@ -8,9 +8,13 @@ silence.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import structlog
 
@@ -18,9 +22,8 @@ from coatcheck.broker.headers import DETAIL, QUEUE, REASON
 from coatcheck.broker.port import Broker, Message, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_error
-from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
+from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable, TransientError
 from coatcheck.points import reach
-from coatcheck.store.batcher import Batcher, Busy
 from coatcheck.store.rows import CallId, Kind, Peer
 from coatcheck.store.store import Store
 from coatcheck.worker.messages import call_message, cancel_message
@@ -29,8 +32,28 @@ from coatcheck.worker.problems import problem
 
 log = structlog.get_logger(__name__)
 
+MOST_IN_BATCH = 1000
 MARK_AFTER_S = 1.0
 HINT_PAUSE_S = 0.05
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """What one caller wants published, and waits for."""
+
+    messages: list[Outgoing]
+    routings: asyncio.Future[list[Routing]]
+
+    def settle(self, fates: list[Routing | Exception]) -> None:
+        failure = next((fate for fate in fates if isinstance(fate, Exception)), None)
+        if failure is not None:
+            self.fail(failure)
+        elif not self.routings.done():
+            self.routings.set_result(cast("list[Routing]", fates))
+
+    def fail(self, error: Exception) -> None:
+        if not self.routings.done():
+            self.routings.set_exception(error)
 
 
 class Outbox:
@@ -39,11 +62,21 @@ class Outbox:
     def __init__(self, broker: Broker, *, metrics: Metrics) -> None:
         self._broker = broker
         self._metrics = metrics
-        self._batches: Batcher[Outgoing, Routing] = Batcher("publish", self._publish, max_size=1000)
+        self._waiting: deque[_Parcel] = deque()
+        self._sender: asyncio.Task[None] | None = None
 
     async def publish(self, messages: Iterable[Outgoing]) -> list[Routing]:
-        """Hand messages to the broker; returns when all are confirmed. Raises BrokerUnavailable."""
-        return await asyncio.gather(*map(self._batches.submit, messages))
+        """Hand messages to the broker; returns when all are confirmed. Raises BrokerUnavailable.
+
+        One that the broker will never take raises what is wrong with it; those beside it are published all the same.
+        """
+        parcel = _Parcel([*messages], asyncio.get_running_loop().create_future())
+        if not parcel.messages:
+            return []
+        self._waiting.append(parcel)
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send(), name="outbox")
+        return await parcel.routings
 
     async def publish_home(self, messages: Sequence[Outgoing], service: str) -> None:
         """Publish to queues of a service of ours; one that somebody deleted is made again first.
@@ -63,11 +96,46 @@ class Outbox:
             raise BrokerUnavailable(f"a queue of {service} is gone as soon as it is made")
 
     async def drain(self) -> None:
-        await self._batches.drain()
+        """Wait until everything handed in so far was published or has failed."""
+        if self._sender is not None:
+            await asyncio.wait([self._sender])
 
-    async def _publish(self, batch: Sequence[Outgoing], waits: bool) -> Sequence[Routing | Busy]:
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                parcels, batch = self._take()
+                try:
+                    fates = iter(await self._publish(batch))
+                except TransientError as error:
+                    for parcel in parcels:
+                        parcel.fail(error)
+                else:
+                    for parcel in parcels:
+                        parcel.settle([*itertools.islice(fates, len(parcel.messages))])
+        finally:
+            self._sender = None
+
+    def _take(self) -> tuple[list[_Parcel], list[Outgoing]]:
+        """Take the oldest parcels, whole, as many as make a batch."""
+        parcels: list[_Parcel] = []
+        batch: list[Outgoing] = []
+        while self._waiting and len(batch) < MOST_IN_BATCH:
+            parcels.append(self._waiting.popleft())
+            batch += parcels[-1].messages
+        return parcels, batch
+
+    async def _publish(self, batch: Sequence[Outgoing]) -> Sequence[Routing | Exception]:
+        """Publish a batch; one that fails for a reason of its own is split until the message alone fails."""
         reach("before_publish")
-        routings = await self._broker.publish(batch)
+        try:
+            routings = await self._broker.publish(batch)
+        except TransientError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever one message did must not reach its neighbours
+            if len(batch) == 1:
+                return [error]
+            middle = len(batch) // 2
+            return [*await self._publish(batch[:middle]), *await self._publish(batch[middle:])]
         reach("after_publish")
         self._metrics.published.inc(len(batch))
         return routings

@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from uuid import UUID
 
@@ -20,6 +21,7 @@ _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-
 _STATE_FORM = re.compile(r"[ -~]{1,512}", re.ASCII)
 _LONGEST = 512
 _SAMPLED = 0x01
+_SPANS = blake2b(digest_size=8, person=b"cc-span")
 _KNOWN_FLAGS = 0x03  # sampled, and level 2's random-trace-id
 
 
@@ -35,6 +37,7 @@ class TraceParent:
         return f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
 
 
+@lru_cache(maxsize=1024)  # each is asked for by every call of its task, and by its logs
 def parse(traceparent: str | None) -> TraceParent | None:
     """Return the position a header names, or None when it is absent or breaks the standard.
 
@@ -62,9 +65,9 @@ def child(traceparent: str | None, *, call_id: UUID | None = None, task_id: UUID
     span_id = secrets.token_hex(8) if call_id is None else _derived_span(call_id)
     parent = parse(traceparent)
     if parent is not None:
-        return str(TraceParent(parent.trace_id, span_id, parent.flags))
+        return f"00-{parent.trace_id}-{span_id}-{parent.flags:02x}"
     trace_id = task_id.hex if task_id is not None and task_id.int else secrets.token_hex(16)
-    return str(TraceParent(trace_id, span_id))
+    return f"00-{trace_id}-{span_id}-{_SAMPLED:02x}"
 
 
 def child_headers(
@@ -91,5 +94,7 @@ def trace_id_of(traceparent: str | None) -> str | None:
 
 def _derived_span(call_id: UUID) -> str:
     # Hashed, because a call id is the secret that lets a peer answer and spans end up in everyone's trace viewer.
-    digest = blake2b(call_id.bytes, digest_size=8, person=b"cc-span").hexdigest()
+    hashed = _SPANS.copy()
+    hashed.update(call_id.bytes)
+    digest = hashed.hexdigest()
     return digest if digest != "0" * 16 else "0" * 15 + "1"
