@@ -20,7 +20,7 @@ import msgspec
 from pamqp import decode, encode
 from pamqp.exceptions import PAMQPException
 
-from coatcheck.broker.headers import BROKEN, MAY_PASS, QUEUE, REASON, may_arrive
+from coatcheck.broker.headers import BROKEN, MAY_PASS, QUEUE, REASON, arriving
 from coatcheck.broker.port import HeaderValue, Message
 
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
@@ -279,7 +279,7 @@ def _read_table(
     raw: bytes, at: int, end: int, *, is_dead: bool
 ) -> tuple[Mapping[str, HeaderValue], Any, Mapping[str, Any] | None]:
     """Read the headers that may arrive; all others are skipped by their length."""
-    arriving = _ARRIVING_DEAD if is_dead else _ARRIVING
+    names = _ARRIVING_DEAD if is_dead else _ARRIVING
     headers: dict[str, HeaderValue] = {}
     count, death = None, None
     for _ in range(_MOST_HEADERS):
@@ -293,7 +293,7 @@ def _read_table(
         at = start + 1 + size
         if at > end:
             raise ValueError("a header runs over the end of its table")
-        known = arriving.get(name)
+        known = names.get(name)
         if known is not None:
             headers[known] = _read_value(kind, raw[start:at])
         elif name == b"x-delivery-count":
@@ -303,9 +303,7 @@ def _read_table(
     raise ValueError(f"more than {_MOST_HEADERS} headers")
 
 
-_ARRIVING, _ARRIVING_DEAD = (
-    {name.encode(): name for name in MAY_PASS if may_arrive(name, is_dead=is_dead)} for is_dead in (False, True)
-)
+_ARRIVING, _ARRIVING_DEAD = ({name.encode(): name for name in arriving(is_dead=is_dead)} for is_dead in (False, True))
 
 
 def _read_value(kind: bytes, raw: bytes) -> Any:

@@ -12,7 +12,6 @@ with the same of both, the second waits until the first is settled, or they woul
 from __future__ import annotations
 
 import itertools
-import uuid
 from asyncio import Future, get_running_loop
 from collections import deque
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from pamqp.commands import Basic
 from coatcheck.broker import amqp_codec as codec
 from coatcheck.broker.amqp_link import Link
 from coatcheck.broker.amqp_wire import Receiver
-from coatcheck.broker.port import Outgoing, Routing
+from coatcheck.broker.port import Outgoing, Routing, new_message_id
 from coatcheck.broker.topology import REPLY_PSEUDO_QUEUE
 from coatcheck.points import reach
 
@@ -34,14 +33,6 @@ WINDOW_BYTES = 8 << 20
 """So much is written and not confirmed at a time; the rest waits here, not in the buffers of a broker that is slow."""
 
 Fate = Routing | BaseException
-
-_PROCESS = uuid.uuid4().hex
-_COUNT = itertools.count(1)
-
-
-def new_id() -> str:
-    """A message_id nobody else has: unique to this process, and counted within it."""
-    return f"{_PROCESS}-{next(_COUNT)}"
 
 
 class Attempt:
@@ -115,7 +106,7 @@ class Lane(Receiver):
     def send(self, batch: Sequence[tuple[int, Outgoing]], attempt: Attempt) -> None:
         """Write messages as soon as there is room. Each is given with its index in the whole batch."""
         for index, outgoing in batch:
-            message_id = outgoing.message.message_id or new_id()
+            message_id = outgoing.message.message_id or new_message_id()
             try:
                 frames = self._frames(outgoing, message_id)
             except ValueError as exc:

@@ -65,10 +65,16 @@ def may_arrive(header: str, *, is_dead: bool) -> bool:
     A reason is believed of a dead letter only: on anything else it is the sender's own, and would outlive it to tell a
     redrive where to go. A token is never read off a dead letter.
     """
-    return header in MAY_PASS and header not in (_NOT_OF_THE_DEAD if is_dead else DEAD_HEADERS)
+    return header in arriving(is_dead=is_dead)
 
 
-_NOT_OF_THE_DEAD = frozenset({AUTHORIZATION})
+def arriving(*, is_dead: bool) -> frozenset[str]:
+    """All headers that are read off a queue."""
+    return _OF_THE_DEAD if is_dead else _OF_THE_LIVING
+
+
+_OF_THE_DEAD = MAY_PASS - {AUTHORIZATION}
+_OF_THE_LIVING = MAY_PASS - DEAD_HEADERS
 
 
 class Head:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -24,8 +23,18 @@ import structlog
 from msgspec.structs import replace
 
 from coatcheck.broker import topology
-from coatcheck.broker.headers import QUEUE, REASON, may_arrive, may_pass
-from coatcheck.broker.port import Broker, BrokerStats, Consumer, Delivery, Message, Outgoing, Routing
+from coatcheck.broker.headers import MAY_PASS, QUEUE, REASON, arriving
+from coatcheck.broker.port import (
+    Broker,
+    BrokerStats,
+    Consumer,
+    Delivery,
+    HeaderValue,
+    Message,
+    Outgoing,
+    Routing,
+    new_message_id,
+)
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import Names
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, OversizedMessage, UsageError
@@ -66,14 +75,14 @@ class MemoryServer:
         self.queues.setdefault(queue.name, queue)
 
     def route(self, outgoing: Outgoing) -> Routing:
-        names = self.fanouts.get(outgoing.to, set()) if outgoing.is_broadcast else {outgoing.to}
+        message = _as_sent(outgoing.message)
+        names = self.fanouts.get(outgoing.to, ()) if outgoing.is_broadcast else (outgoing.to,)
         found = [self.queues[name] for name in names if name in self.queues]
         for queue in found:
             if outgoing.delay is None:
-                self._put(queue, outgoing.message)
+                self._put(queue, message)
             else:
-                delay_s = outgoing.delay.total_seconds()
-                asyncio.get_running_loop().call_later(delay_s, self._put, queue, outgoing.message)
+                asyncio.get_running_loop().call_later(outgoing.delay.total_seconds(), self._put, queue, message)
         is_known = bool(found) or (outgoing.is_broadcast and outgoing.to in self.fanouts)
         return Routing.ROUTED if is_known else Routing.NO_ROUTE
 
@@ -125,29 +134,24 @@ class MemoryDelivery(Delivery):
     __slots__ = ("_holder", "_is_settled", "_session", "_tag")
 
     def __init__(self, entry: _Entry, holder: _Holder, session: _Session, *, tag: int) -> None:
-        super().__init__(
-            _as_read(entry.message, is_dead=holder.queue.endswith(".dead")),
-            holder.queue,
-            is_redelivered=entry.delivery_count > 1,
-            delivery_count=entry.delivery_count,
-        )
+        self.message = holder.read(entry.message)
+        self.queue = holder.queue
+        self.is_redelivered = entry.delivery_count > 1
+        self.delivery_count = entry.delivery_count
         self._holder = holder
         self._session = session
         self._tag = tag
         self._is_settled = False
 
     def ack(self) -> None:
-        self._settle(is_ack=True)
+        if not self._is_settled:
+            self._is_settled = True
+            self._holder.settle(self._session, self._tag, is_ack=True)
 
     def requeue(self) -> None:
-        self._settle(is_ack=False)
-
-    def _settle(self, *, is_ack: bool) -> None:
-        if self._is_settled:
-            return
-        self._is_settled = True
-        if not self._session.is_lost:
-            self._holder.settle(self._session, self._tag, is_ack=is_ack)
+        if not self._is_settled:
+            self._is_settled = True
+            self._holder.settle(self._session, self._tag, is_ack=False)
 
     @property
     def is_settled(self) -> bool:
@@ -164,8 +168,15 @@ class _Holder:
     def __init__(self, broker: MemoryBroker, queue: str) -> None:
         self.queue = queue
         self._broker = broker
+        self._headers = arriving(is_dead=queue.endswith(".dead"))
         self._tags = itertools.count(1)
         self.session = _Session()
+
+    def read(self, message: Message) -> Message:
+        """A message as it arrives from this queue, without the headers that may not."""
+        if message.headers.keys() <= self._headers:
+            return message
+        return replace(message, headers=_only(message.headers, self._headers))
 
     def take(self, entry: _Entry) -> MemoryDelivery:
         tag = next(self._tags)
@@ -177,6 +188,8 @@ class _Holder:
         return MemoryDelivery(entry, self, self.session, tag=tag)
 
     def settle(self, session: _Session, tag: int, *, is_ack: bool) -> None:
+        if session.is_lost:
+            return
         entry = session.unacked.pop(tag)
         queue = self._broker.server.queues.get(self.queue)
         if is_ack:
@@ -436,7 +449,7 @@ class MemoryBroker(Broker):
         except BrokerUnavailable:
             self.stats.publish_failure_count += 1
             raise
-        routings = [self.server.route(replace(it, message=_as_sent(it.message))) for it in batch]
+        routings = [self.server.route(outgoing) for outgoing in batch]
         self.stats.published_count += len(routings)
         self.stats.no_route_count += routings.count(Routing.NO_ROUTE)
         return routings
@@ -494,16 +507,10 @@ class MemoryBroker(Broker):
             raise BrokerUnavailable(f"{what}: not connected") from exc
 
 
-def _as_read(message: Message, *, is_dead: bool) -> Message:
-    if all(may_arrive(name, is_dead=is_dead) for name in message.headers):
-        return message
-    headers = {name: value for name, value in message.headers.items() if may_arrive(name, is_dead=is_dead)}
-    return replace(message, headers=headers)
-
-
 def _as_sent(message: Message) -> Message:
-    return replace(
-        message,
-        message_id=message.message_id or uuid.uuid4().hex,
-        headers={name: value for name, value in message.headers.items() if may_pass(name)},
-    )
+    message_id = message.message_id or new_message_id()
+    return replace(message, message_id=message_id, headers=_only(message.headers, MAY_PASS))
+
+
+def _only(headers: Mapping[str, HeaderValue], names: Set[str]) -> dict[str, HeaderValue]:
+    return {name: value for name, value in headers.items() if name in names}

@@ -9,6 +9,8 @@ An adapter keeps these promises, and `tests/broker/test_conformance.py` holds ev
 
 from __future__ import annotations
 
+import itertools
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -25,6 +27,15 @@ from coatcheck.broker.topology import SWEEPER_QUEUE, Names
 HeaderValue: TypeAlias = str | int | float | bool | bytes | datetime | list[Any] | dict[str, Any] | None
 
 _NO_HEADERS: Mapping[str, HeaderValue] = MappingProxyType({})
+
+
+_PROCESS = uuid.uuid4().hex
+_COUNT = itertools.count(1)
+
+
+def new_message_id() -> str:
+    """A message_id nobody else has: unique to this process, and counted within it."""
+    return f"{_PROCESS}-{next(_COUNT)}"
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import MutableMapping
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 import msgspec
@@ -23,8 +24,9 @@ __all__ = ["configure"]
 # Libraries below us: their warnings matter to an operator, their chatter does not.
 QUIET_LOGGERS = ("aio_pika", "aiormq", "sqlalchemy", "alembic", "asyncio")
 
-_WITHHELD_KEYS = frozenset({"body", "payload"})
-_SECRET_KEYS = frozenset({"password", "secret", "token", "authorization", "api_key"})
+# What is shown in place of a value, by its key.
+_GUARDED_KEYS = dict.fromkeys(("body", "payload"), "<withheld {}>")
+_GUARDED_KEYS |= dict.fromkeys(("password", "secret", "token", "authorization", "api_key"), "***")
 _HANDLER_NAME = "coatcheck"
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -61,7 +63,7 @@ def _shared_processors() -> list[Processor]:
     return [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _add_timestamp,
         structlog.processors.StackInfoRenderer(),
         structlog.processors.format_exc_info,
         _protect,
@@ -92,6 +94,11 @@ def _route_stdlib(shared: list[Processor], renderer: Processor, *, threshold: in
     logging.captureWarnings(True)
 
 
+def _add_timestamp(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    event["timestamp"] = f"{datetime.now(UTC).isoformat()[:-6]}Z"
+    return event
+
+
 def _protect(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     """Keep payloads and secrets out of a line, whichever key they came under."""
     return _protected_items(event)
@@ -102,14 +109,12 @@ def _protected_items(items: MutableMapping[str, Any]) -> dict[str, Any]:
 
 
 def _protected(key: str, value: Any) -> Any:
+    if isinstance(value, str) and key not in _GUARDED_KEYS:  # nearly all are, so they are asked about first
+        return redacted(value) if "://" in value or "=" in value else value
     if isinstance(value, _BYTES):
         return f"<{len(value)} bytes>"
-    if key in _WITHHELD_KEYS:
-        return f"<withheld {type(value).__name__}>"
-    if key in _SECRET_KEYS:
-        return "***"
-    if isinstance(value, str):
-        return redacted(value)
+    if key in _GUARDED_KEYS:
+        return _GUARDED_KEYS[key].format(type(value).__name__)
     if isinstance(value, BaseException):
         return redacted(repr(value))
     return _protected_items(value) if isinstance(value, dict) else value

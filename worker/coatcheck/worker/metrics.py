@@ -6,11 +6,15 @@ Counters are kept by the process; how many tasks are parked *now* only Postgres 
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 __all__ = ["Metrics", "describe_metrics"]
 
 PREFIX = "coatcheck"
+Meter = TypeVar("Meter", Counter, Histogram)
 
 _COMMIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -84,7 +88,7 @@ class Metrics:
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         self.labels[f"{PREFIX}_{name}"] = labels
-        return Counter(name, about, labels, namespace=PREFIX, registry=self.registry)
+        return _quick(Counter(name, about, labels, namespace=PREFIX, registry=self.registry))
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
         self.labels[f"{PREFIX}_{name}"] = labels
@@ -92,7 +96,13 @@ class Metrics:
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         self.labels[f"{PREFIX}_{name}"] = labels
-        return Histogram(name, about, labels, namespace=PREFIX, buckets=buckets, registry=self.registry)
+        return _quick(Histogram(name, about, labels, namespace=PREFIX, buckets=buckets, registry=self.registry))
+
+
+def _quick(meter: Meter) -> Meter:
+    """Remember a meter's series by their label values: finding one takes longer than counting. None is ever removed."""
+    meter.labels = lru_cache(maxsize=None)(meter.labels)  # type: ignore[method-assign]
+    return meter
 
 
 def describe_metrics() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from coatcheck.worker.broadcast import poke_message
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.hops import Hops, Work
+from coatcheck.worker.ids import parse_id
 from coatcheck.worker.live import Live, live_from_task
 from coatcheck.worker.messages import cancel_message, to_blob
 from coatcheck.worker.problems import problem
@@ -39,10 +39,10 @@ log = structlog.get_logger(__name__)
 
 OVERFLOW_LEASE = timedelta(seconds=2)
 _KINDS = {
-    CallState.OK: ReplyKind.RESULT,
-    CallState.FAILED: ReplyKind.ERROR,
-    CallState.TIMED_OUT: ReplyKind.TIMEOUT,
-    None: ReplyKind.PROGRESS,
+    CallState.OK: ReplyKind.RESULT.value,
+    CallState.FAILED: ReplyKind.ERROR.value,
+    CallState.TIMED_OUT: ReplyKind.TIMEOUT.value,
+    None: ReplyKind.PROGRESS.value,
 }
 
 
@@ -64,9 +64,10 @@ class Replies:
             return bury(self._runtime, delivery, error)
         if reply.kind is ReplyKind.RESUME:
             return self._see_through(delivery, partial(self._resume, delivery, TaskId(subject), reply.epoch or 0))
-        if self._reattaches(delivery, str(subject)):
+        if delivery.is_redelivered and self._reattaches(delivery, str(subject)):
             return None
-        arrival = _arrival_of(reply, CallId(subject), self._runtime.app.service, delivery.is_redelivered)
+        state, value, told = _end_of(reply)
+        arrival = Arrival(CallId(subject), state, value, delivery.is_redelivered, told, self._runtime.app.service)
         reach("before_claim")
         claiming = asyncio.ensure_future(self._runtime.store.claim(arrival))
         self._hops.watch(delivery, claiming, partial(self._on_claimed, delivery, arrival, time.monotonic()))
@@ -99,10 +100,7 @@ class Replies:
         runtime, call_id = self._runtime, arrival.call_id
         bind_contextvars(call_id=str(call_id))
         ruling = await runtime.gate.insist(
-            lambda is_in_doubt: runtime.store.claim(
-                replace(arrival, is_redelivered=arrival.is_redelivered or is_in_doubt)
-            ),
-            first=claiming,
+            lambda is_in_doubt: runtime.store.claim(_redelivered(arrival) if is_in_doubt else arrival), first=claiming
         )
         self._take_note(arrival, ruling)
         if _is_applied(ruling) and arrival.state is CallState.TIMED_OUT and ruling.name:
@@ -126,8 +124,8 @@ class Replies:
                 task_id=str(ruling.task.task_id),
                 call_id=str(arrival.call_id),
                 peer=ruling.name,
-                kind=_KINDS[arrival.state].value,
-                verdict=ruling.verdict.value,
+                kind=_KINDS[arrival.state],
+                verdict=str(ruling.verdict),
             )
         if ruling.verdict is Verdict.LATE:
             runtime.metrics.late_replies.inc()
@@ -137,7 +135,7 @@ class Replies:
     async def _resume(self, delivery: Delivery, task_id: TaskId, epoch: int) -> None:
         runtime = self._runtime
         trigger_name = f"resume:{epoch}:{task_id}"  # the row names it too, but there it needs no task id
-        if self._reattaches(delivery, trigger_name):
+        if delivery.is_redelivered and self._reattaches(delivery, trigger_name):
             return
         reach("before_resume")
         asked_s = time.monotonic()
@@ -186,7 +184,7 @@ class Replies:
 
     def _reattaches(self, delivery: Delivery, trigger_name: str) -> bool:
         """A message that comes back while the run it triggered lives in this very process belongs to that run."""
-        live = self._runtime.lives.find_by_trigger(trigger_name) if delivery.is_redelivered else None
+        live = self._runtime.lives.find_by_trigger(trigger_name)
         if live is None or live.is_settled:
             return False
         log.info("trigger_reattached", task_id=str(live.task_id))
@@ -194,21 +192,21 @@ class Replies:
         return True
 
     def _count(self, meter: Counter, verdict: Verdict) -> None:
-        meter.labels("woke" if verdict is Verdict.GRANTED else verdict.value).inc()
+        meter.labels("woke" if verdict is Verdict.GRANTED else verdict).inc()
 
 
 def _subject_of(reply: Reply) -> UUID:
     """The task a resume names, the call anything else answers."""
     try:
-        return UUID((reply.task if reply.kind is ReplyKind.RESUME else reply.correlation_id) or "")
+        return parse_id((reply.task if reply.kind is ReplyKind.RESUME else reply.correlation_id) or "")
     except ValueError:
         detail = "its correlation_id is none that this service ever used"
         raise MalformedMessage("unknown_call", detail) from None
 
 
-def _arrival_of(reply: Reply, call_id: CallId, service: str, is_redelivered: bool) -> Arrival:
-    state, value, told = _end_of(reply)
-    return Arrival(call_id, state, value, is_redelivered=is_redelivered, progress=told, service=service)
+def _redelivered(arrival: Arrival) -> Arrival:
+    """The same, asked about as if it had come back."""
+    return Arrival(arrival.call_id, arrival.state, arrival.value, True, arrival.progress, arrival.service)
 
 
 def _end_of(reply: Reply) -> tuple[CallState | None, bytes, dict[str, Any] | None]:
