@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.pretty import pretty_repr
 
 from coatcheck.broker import (
     Body,
@@ -16,6 +17,7 @@ from coatcheck.broker import (
     Delivery,
     Limits,
     Message,
+    Outgoing,
     Progress,
     ReplyKind,
     dead_letter,
@@ -477,3 +479,9 @@ def test_cbor_that_shares_or_loops_is_refused() -> None:
 
     assert code_of(parse_request, Message(body=looped, content_type="application/cbor")) in {"too_deep", "undecodable"}
     assert code_of(parse_request, Message(body=laughs, content_type="application/cbor")) == "undecodable"
+
+
+def test_message_shows_neither_body_nor_headers():
+    message = Message(b"secret", headers={"authorization": "secret"})
+
+    assert "secret" not in repr(message) + repr(Outgoing("queue", message)) + pretty_repr(message)

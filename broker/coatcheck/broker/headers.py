@@ -128,7 +128,7 @@ class Head:
 
     def find_flag(self, name: str) -> bool:
         value = self.message.headers.get(name)
-        return value is True or str(value).lower() in {"1", "true"}
+        return value is True or (value is not None and str(value).lower() in {"1", "true"})
 
     def find_instant(self, name: str) -> datetime | None:
         value = self.message.headers.get(name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -57,8 +57,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         """Neither body nor headers: a message in a log or traceback must not bring its payload or a token along."""
         return f"Message({len(self.body)} bytes, correlation_id={self.correlation_id!r}, type={self.type!r})"
 
-    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
-        yield from (("size", len(self.body)), ("correlation_id", self.correlation_id), ("type", self.type))
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("size", len(self.body)), ("correlation_id", self.correlation_id), ("type", self.type)]
 
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):

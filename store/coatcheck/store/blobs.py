@@ -48,7 +48,7 @@ class CorruptBlob(CoatcheckError):
 # The first four bytes of every head we write, and of all we read. Looked up, because making an enum's member or a bytes
 # object takes longer than the checksum, and each value of a task passes here several times.
 _KINDS = {(codec, how): bytes((_VERSION, codec, how, _PLAIN_KEY)) for codec in Codec for how in Compression}
-_KNOWN_KINDS = {kinds: codec for (codec, _), kinds in _KINDS.items()}
+_KNOWN_KINDS = {kinds: (codec, zlib.crc32(kinds)) for (codec, _), kinds in _KINDS.items()}
 
 
 def pack(codec: Codec, body: bytes) -> bytes:
@@ -85,9 +85,10 @@ def unpack(blob: bytes) -> tuple[Codec, bytes]:
         raise CorruptBlob(f"a blob of {len(blob)} bytes is shorter than its {_HEAD.size}-byte head")
     kinds, checksum = _HEAD.unpack_from(blob)
     body = blob[_HEAD.size :]
-    if kinds not in _KNOWN_KINDS or zlib.crc32(body, zlib.crc32(kinds)) != checksum:
+    codec, begun = _KNOWN_KINDS.get(kinds, (None, 0))
+    if codec is None or zlib.crc32(body, begun) != checksum:
         raise CorruptBlob(_complaint(kinds, body, checksum))
-    return _KNOWN_KINDS[kinds], _decompress(body) if kinds[2] == Compression.ZSTD else body
+    return codec, _decompress(body) if kinds[2] == Compression.ZSTD else body
 
 
 def _complaint(kinds: bytes, body: bytes, checksum: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from hashlib import sha1
 from uuid import UUID
 
@@ -18,6 +19,7 @@ from coatcheck.store.rows import CallId
 
 __all__ = ["derived_id", "new_call_id", "new_id", "parse_id"]
 
+_made: Callable[[str | bytes], UUID] = pgproto.UUID
 _VERSION_AND_VARIANT = 0xF << 76 | 0x3 << 62
 
 
@@ -40,8 +42,8 @@ def derived_id(namespace: UUID, name: str) -> UUID:
 
 def parse_id(text: str) -> UUID:
     """Read an id. Raises ValueError for what is none."""
-    return pgproto.UUID(text)
+    return _made(text)
 
 
 def _uuid(bits: int, *, version: int) -> UUID:
-    return pgproto.UUID((bits & ~_VERSION_AND_VARIANT | version << 76 | 0x2 << 62).to_bytes(16, "big"))
+    return _made((bits & ~_VERSION_AND_VARIANT | version << 76 | 0x2 << 62).to_bytes(16, "big"))
