@@ -295,26 +295,27 @@ def _read_table(
             raise ValueError("a header runs over the end of its table")
         known = names.get(name)
         if known is not None:
-            headers[known] = _read_value(kind, raw[start:at])
+            headers[known] = _read_value(kind, raw, start, at)
         elif name == b"x-delivery-count":
-            count = _read_value(kind, raw[start:at])
+            count = _read_value(kind, raw, start, at)
         elif is_dead and name == b"x-death":
-            death = _latest_death(_read_value(kind, raw[start:at]))
+            death = _latest_death(_read_value(kind, raw, start, at))
     raise ValueError(f"more than {_MOST_HEADERS} headers")
 
 
 _ARRIVING, _ARRIVING_DEAD = ({name.encode(): name for name in arriving(is_dead=is_dead)} for is_dead in (False, True))
 
 
-def _read_value(kind: bytes, raw: bytes) -> Any:
+def _read_value(kind: bytes, raw: bytes, start: int, end: int) -> Any:
     if kind == b"S":
+        text = raw[start + 5 : end]
         try:
-            return raw[5:].decode()
+            return text.decode()
         except UnicodeDecodeError:
-            return raw[5:]
-    if len(raw) > _MOST_NESTED:  # pamqp takes time by the square of it
-        raise ValueError(f"a header with {len(raw)} bytes of more inside")
-    return decode.embedded_value(raw)[1]
+            return text
+    if end - start > _MOST_NESTED:  # pamqp takes time by the square of it
+        raise ValueError(f"a header with {end - start} bytes of more inside")
+    return decode.embedded_value(raw[start:end])[1]
 
 
 def _latest_death(deaths: Any) -> Mapping[str, Any] | None:

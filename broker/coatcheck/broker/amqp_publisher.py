@@ -92,9 +92,10 @@ class Publisher:
             self._stats.publish_failure_count += 1
             raise
         # While the broker is blocked it reads nothing; writing on would only fill our own buffers.
-        await wait_first(link.unblocked, timeout_s=max(0.0, deadline - loop.time()))
         if not link.unblocked.is_set():
-            raise self._unavailable("the broker is blocked by a memory or disk alarm")
+            await wait_first(link.unblocked, timeout_s=max(0.0, deadline - loop.time()))
+            if not link.unblocked.is_set():
+                raise self._unavailable("the broker is blocked by a memory or disk alarm")
         return link
 
     async def _pause_or_fail(self, exc: BaseException, deadline: float) -> None:
