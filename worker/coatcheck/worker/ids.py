@@ -20,13 +20,14 @@ from coatcheck.store.rows import CallId
 __all__ = ["derived_id", "new_call_id", "new_id", "parse_id"]
 
 _made: Callable[[str | bytes], UUID] = pgproto.UUID
+_LOWER = (1 << 80) - 1
 _VERSION_AND_VARIANT = 0xF << 76 | 0x3 << 62
 
 
 def new_call_id() -> CallId:
     """An id that nobody has, and nobody can tell beforehand."""
     now_ms = time.time_ns() // 1_000_000
-    return CallId(_uuid(now_ms << 80 | int.from_bytes(os.urandom(10), "big"), version=7))
+    return CallId(_uuid(now_ms << 80 | int.from_bytes(os.urandom(16), "big") & _LOWER, version=7))
 
 
 def new_id() -> UUID:
