@@ -266,7 +266,9 @@ def test_points_are_disarmed_afterwards():
 
 def test_dead_replicas_say_nothing_when_the_interpreter_ends():
     script = """if True:
+        import gc
         from tests.testing.test_crashes import check
+        gc.freeze()  # a collection of all that was imported is a slow step of the loop, of which debug mode tells
         check("cleans_up")
     """
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", script]
