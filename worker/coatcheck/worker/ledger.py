@@ -133,8 +133,10 @@ class Ledger:
 
     def strike(self, wait: Wait) -> None:
         """The wait is over, or its branch is: nothing is handed to its slots any more."""
+        wait.future = None
         for slot in wait.slots:
             slot.is_live = False
+            slot.wait = None
             self.waiting.pop(slot.key, None)
 
     # --- what is to be committed ----------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ from coatcheck.worker.steps import Steps
 from coatcheck.worker.timers import Timers
 from coatcheck.worker.tracking import (
     MAX_PUT_DOWNS,
+    NOBODY,
     Driver,
     Durable,
     PutDown,
@@ -102,10 +103,10 @@ class Run:
         self.log = log if log is not None else structlog.get_logger("coatcheck.run")
         self.host = host
         self.ledger = Ledger(history, locate=classify.caller_line)
-        self.steps: Steps
         self.tracker: Tracker
-        self._clocks: Clocks
         self._timers: Timers
+        self._steps: Steps | None = None
+        self._clocks: Clocks | None = None
         self._invoke = invoke
         self._root: asyncio.Task[Any] | None = None
         self._outbox: Changes | None = None
@@ -134,11 +135,6 @@ class Run:
         ensure_factory(loop)
         self.tracker = Tracker(self, loop)
         self._timers = Timers(loop)
-        self._clocks = Clocks(self.ledger, loop, on_ring=self._request_commit)
-        self.steps = Steps(
-            loop, before_first=self.host.before_first_effect, on_entry=self._on_entry, on_error=self._on_error,
-            on_idle=self._wake,
-        )  # fmt: skip
         try:
             self._root = self.tracker.start(self._invoke(Context(self)))
         except Exception as error:  # noqa: BLE001 - a handler that fails before its first await fails like any other
@@ -150,7 +146,7 @@ class Run:
             raise
         finally:
             await self._unwind()
-            self.tracker.is_over = True
+            self._let_go()
         return self._conclude()
 
     def deliver(self, news: Sequence[Recorded]) -> None:
@@ -199,9 +195,9 @@ class Run:
             else:
                 await self._sleep()
 
-    async def _sleep(self) -> None:
+    def _sleep(self) -> asyncio.Future[None]:
         self._signal = self.tracker.loop.create_future()
-        await self._signal
+        return self._signal
 
     def _wake(self) -> None:
         if self._signal is not None and not self._signal.done():
@@ -251,18 +247,33 @@ class Run:
             self._verdict = verdict
         if is_first and self._root is not None:
             self._timers.stop_all()
-            self._clocks.stop_all()
+            if self._clocks is not None:
+                self._clocks.stop_all()
             self.tracker.put_down()
-            self.steps.stop()
+            if self._steps is not None:
+                self._steps.stop()
         self._wake()
 
     async def _unwind(self) -> None:
         """Wait for the cleanup of every branch and step, for so long and no longer."""
-        if self.tracker.live or not self.steps.is_idle:
+        if self._is_unwound:
+            return
+        await asyncio.sleep(0)  # a branch that has nothing to clean up is gone after one turn
+        if not self._is_unwound:
             self._timers.set("unwind", UNWIND_S, self._leave_behind)
-            while self.tracker.live or not self.steps.is_idle:
+            while not self._is_unwound:
                 await self._sleep()
-        self._timers.stop_all()
+            self._timers.stop_all()
+
+    @property
+    def _is_unwound(self) -> bool:
+        return not self.tracker.live and (self._steps is None or self._steps.is_idle)
+
+    def _let_go(self) -> None:
+        """Untie the parts from each other: they are freed with the run then, and no garbage collector must find them."""
+        self.tracker.is_over = True
+        self.tracker.owner = NOBODY
+        self._root = self._steps = self._clocks = None
 
     def _leave_behind(self) -> None:
         for driver in list(self.tracker.live):
@@ -306,7 +317,21 @@ class Run:
 
     def adopt_timeout(self, timeout: asyncio.Timeout, driver: Driver) -> None:
         """Make `asyncio.timeout` durable, at the moment it is entered."""
+        if self._clocks is None:
+            self._clocks = Clocks(self.ledger, self.tracker.loop, on_ring=self._request_commit)
+            if self._verdict is not None:
+                self._clocks.stop_all()
         self._clocks.adopt(timeout, driver.scope)
+
+    @property
+    def steps(self) -> Steps:
+        """The steps in flight."""
+        if self._steps is None:
+            self._steps = Steps(
+                self.tracker.loop, before_first=self.host.before_first_effect, on_entry=self._on_entry,
+                on_error=self._on_error, on_idle=self._wake,
+            )  # fmt: skip
+        return self._steps
 
     def _on_entry(self, entry: NewEntry) -> None:
         self.ledger.entries.append(entry)
@@ -371,18 +396,20 @@ class Run:
 
     def _on_blocked(self) -> None:
         """All branches wait for something durable, for steps, or for each other."""
-        if self.steps.is_running:
+        if self._steps is not None and self._steps.is_running:
             if self.ledger.opens or self.ledger.closes:
                 self._request_commit()
             return
         if self._is_commit_wanted or self._refused_at == self.tracker.moves:
             return
-        waits = (*groups_of(self.tracker.live), *self._clocks.groups())
+        waits = groups_of(self.tracker.live)
+        if self._clocks is not None:
+            waits += self._clocks.groups()
         if not waits:
             moves = self.tracker.moves
             self._timers.set("deadlock", DEADLOCK_S, lambda: self._report_deadlock(moves))
             return
-        self._outbox = self._freeze(waits)
+        self._outbox = self._freeze(tuple(waits))
         self._is_committing = True  # from here on news wait: what is frozen must not change
         self._wake()
 
@@ -468,10 +495,10 @@ class Run:
 
     def wait(self, wait: Wait) -> Generator[Any, Any, None]:
         """Suspend the branch until the wait is over. A cancel from the user's side gives its open slots up."""
-        if self.ledger.enlist(wait, is_alone=len(self.tracker.live) == 1):
-            return
-        wait.future = Durable(self.tracker.loop, wait)
         try:
+            if self.ledger.enlist(wait, is_alone=len(self.tracker.live) == 1):
+                return
+            wait.future = Durable(self.tracker.loop, wait)
             yield from wait.future
         except asyncio.CancelledError:
             self.give_up(wait)

@@ -90,6 +90,23 @@ class Owner(Protocol):
     def adopt_timeout(self, timeout: asyncio.Timeout, driver: Driver) -> None: ...
 
 
+class _Nobody:
+    """The owner of a tracker whose run is over."""
+
+    def on_quiet(self, is_all_durable: bool) -> None:
+        pass
+
+    def on_ended(self, driver: Driver, error: BaseException | None, value: Any) -> None:
+        pass
+
+    def adopt_timeout(self, timeout: asyncio.Timeout, driver: Driver) -> None:
+        pass
+
+
+NOBODY = _Nobody()
+_ENDED = object()
+
+
 class Tracker:
     """The live tasks of one run."""
 
@@ -225,7 +242,7 @@ class Driver(Coroutine[Any, Any, Any]):
                 # it back; `_advance` unwinds it at its next wait.
                 return self._advance(self.coro.send, None)
             self.is_unwound = True
-            error = PutDown()
+            return self._advance(self.coro.throw, PutDown())
         return self._advance(self.coro.throw, error)
 
     def _advance(self, step: Callable[[Any], Any], value: Any) -> Any:
@@ -244,12 +261,12 @@ class Driver(Coroutine[Any, Any, Any]):
             raise
         except BaseException as error:
             self._end(error, None)
-            if isinstance(error, KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt) or not (self.is_root or tracker.is_putting_down):
                 raise
-            if self.is_root or tracker.is_putting_down:
-                # The owner has it. A cancelled task is the quiet end: nobody is told of an exception never retrieved.
-                raise asyncio.CancelledError from None
-            raise
+            future, value = _ENDED, None  # an error that its own frames hold would never be freed
+        if future is _ENDED:
+            # The owner has the error. A cancelled task is the quiet end: nobody is told of one never retrieved.
+            raise asyncio.CancelledError
         self.waits_on = future
         if type(future) is Durable:
             future.driver = self
@@ -273,7 +290,8 @@ class Driver(Coroutine[Any, Any, Any]):
         tracker.live.pop(self, None)
         self.waits_on = self.task = None
         tracker.owner.on_ended(self, error, value)
-        tracker.poke()
+        if tracker.live:
+            tracker.poke()
 
     def put_down(self) -> None:
         """Cancel the task; its coroutine gets a PutDown, the first time."""
