@@ -35,11 +35,15 @@ class Context:
     or give it to `ctx.gather`, `asyncio.create_task`, a `TaskGroup` and the like. Each can be awaited once.
     """
 
-    __slots__ = ("_run", "log")
+    __slots__ = ("_run",)
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.log = Log(run, run.log)
+
+    @property
+    def log(self) -> Log:
+        """A structlog logger that says nothing in replay."""
+        return Log(self._run, self._run.log)
 
     @property
     def task_id(self) -> UUID:
@@ -93,7 +97,7 @@ class Context:
         wanted = self._want(Kind.CALL, name, key, f"ctx.call({peer!r})", body)
         defaults = self._run.defaults
         return CallWork(
-            self._run, wanted, peer=peer, body=body, handler=task, retry=_check_retry(retry),
+            self._run, wanted, peer=peer, body=body, handler=task, retry=None if retry is None else _check_retry(retry),
             hard=defaults.timeout if timeout is None else duration("timeout", timeout),
             idle=defaults.idle_timeout if idle_timeout is None else duration("idle_timeout", idle_timeout),
             returns=Any if returns is None else returns,
@@ -134,7 +138,8 @@ class Context:
         name = name_of_function(fn) if key is None else name_of_keyed(fn, key)
         wanted = self._want(Kind.STEP, name, key, f"ctx.step({name})", args)
         expected = returns if returns is not None else _annotated(fn)
-        return StepWork(self._run, wanted, function=fn, arguments=args, retry=_check_retry(retry), returns=expected)
+        retry = None if retry is None else _check_retry(retry)
+        return StepWork(self._run, wanted, function=fn, arguments=args, retry=retry, returns=expected)
 
     def sleep(self, seconds: Duration, *, key: str | None = None) -> Coroutine[Any, Any, None]:
         """Sleep durably: the task is parked, and a restart does not start the sleep anew."""
@@ -252,8 +257,8 @@ def _check_peer(what: str, peer: object, task: object) -> str:
     return peer if task is None else f"{peer}:{task}"
 
 
-def _check_retry(retry: object) -> Retry | None:
-    if retry is not None and not isinstance(retry, Retry):
+def _check_retry(retry: object) -> Retry:
+    if not isinstance(retry, Retry):
         raise UsageError(f"retry={retry!r} must be a Retry, such as Retry(attempts=3)")
     return retry
 

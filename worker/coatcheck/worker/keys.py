@@ -13,9 +13,11 @@ may be added, removed and moved without disturbing a task that has begun.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
 from hashlib import blake2b
 from typing import Any, Final
+
+import msgspec
 
 from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.store import blobs
@@ -29,6 +31,7 @@ NO_DIGEST: Final = b""
 _ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "#": "%23", "~": "%7E", "@": "%40"})
 
 
+@functools.lru_cache(maxsize=1024)
 def escape_name(name: str) -> str:
     """Make a name safe inside a key: it holds no path, occurrence or try of its own."""
     return name if name.isidentifier() else name.translate(_ESCAPES)
@@ -57,11 +60,17 @@ def digest_of(arguments: Any, *, what: str) -> bytes:
 
 def _holds_set(value: Any) -> bool:
     kind = type(value)
-    if kind is list or kind is tuple:
-        return any(map(_holds_set, value))
     if kind is dict:
-        return any(map(_holds_set, value.values()))
-    return kind is set or kind is frozenset
+        value = value.values()
+    elif kind is not list and kind is not tuple:
+        return kind is set or kind is frozenset
+    for each in value:  # noqa: SIM110 - a call for each leaf would cost more than the digest
+        if type(each) in _CONTAINERS and _holds_set(each):
+            return True
+    return False
+
+
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 
 
 class Scope:
@@ -105,18 +114,15 @@ class Scope:
         return Scope(f"{self.path}/{path}" if self.path else path)
 
 
-class Wanted:
+class Wanted(msgspec.Struct, eq=False):
     """A piece of work as the code asks for it."""
 
-    __slots__ = ("digest", "is_explicit", "key", "kind", "name", "where")
-
-    def __init__(self, key: str, *, kind: Kind, name: str, digest: bytes, is_explicit: bool = False) -> None:
-        self.key = key
-        self.kind = kind
-        self.name = name
-        self.digest = digest
-        self.is_explicit = is_explicit
-        self.where = ""
+    key: str
+    kind: Kind
+    name: str
+    digest: bytes
+    is_explicit: bool = False
+    where: str = ""
 
     def __str__(self) -> str:
         shown = self.digest.hex()[:8] or "not compared"
@@ -133,10 +139,12 @@ class Journal:
     __slots__ = ("_by_name", "_entries", "_unread", "last_seq")
 
     def __init__(self, history: History) -> None:
-        self._entries: dict[str, Entry] = {entry.key: entry for entry in _entries_of(history)}
+        self._entries: dict[str, Entry] = {}
+        for entry in (*history.open_calls, *history.recorded):
+            self._entries[entry.key] = entry
         self._unread: dict[str, None] = dict.fromkeys(self._entries)
         self._by_name: dict[tuple[str, str], list[str]] | None = None
-        self.last_seq = max((entry.seq for entry in history.recorded), default=0)
+        self.last_seq = max([entry.seq for entry in history.recorded], default=0)
 
     @property
     def is_all_read(self) -> bool:
@@ -206,11 +214,6 @@ class Journal:
             if key in self._unread and "~" not in key and _fits(self._entries[key], wanted):
                 return key
         return None
-
-
-def _entries_of(history: History) -> Iterable[Entry]:
-    yield from history.open_calls
-    yield from history.recorded
 
 
 def _fits(entry: Entry, wanted: Wanted) -> bool:

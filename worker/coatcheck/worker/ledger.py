@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from coatcheck.errors import JournalMismatch
@@ -70,18 +71,21 @@ class Ledger:
                 if ticket is not None:
                     self.make_ready(ticket, recorded)
 
-    def find(self, wanted: Wanted) -> tuple[str, bool]:
-        """Find the key that answers to `wanted`, and whether the arguments fit. Raises JournalMismatch."""
+    def find(self, wanted: Wanted) -> tuple[str, Entry | None, bool]:
+        """Find what answers to `wanted`: its key, its entry (None: new work), and whether the arguments fit.
+
+        Raises JournalMismatch.
+        """
         if self.journal.is_new(wanted.key):
-            return wanted.key, True
+            return wanted.key, None, True
         try:
-            key, entry, is_same = self.journal.find(wanted)
+            found = self.journal.find(wanted)
         except JournalMismatch as error:
             raise JournalMismatch(f"{error}\n  at:  {self._locate()}") from None
-        if entry is None and not self.journal.is_all_read:
+        if found[1] is None and not self.journal.is_all_read:
             wanted.where = self._locate()
             self.new_works.append(wanted)
-        return key, is_same
+        return found
 
     def find_rename(self) -> JournalMismatch | None:
         """Find new work that looks like recorded work under another name. To be asked before anything new is done."""
@@ -118,12 +122,12 @@ class Ledger:
         """
         known: list[tuple[int, Slot, Recorded]] = []
         for slot in wait.slots:
-            entry = self.journal.read(slot.key)
+            entry = slot.entry
             if not isinstance(entry, Recorded):
                 self.waiting[slot.key] = slot
             elif is_handed_out(entry):
                 known.append((entry.seq, slot, entry))
-        known.sort(key=lambda each: each[0])
+        known.sort(key=itemgetter(0))
         for seq, slot, recorded in known:
             if not is_alone or (self._ready and self._ready[0][0] < seq):
                 self.make_ready(slot, recorded)
@@ -143,18 +147,12 @@ class Ledger:
 
     def open_slot(self, slot: Slot, make: MakeCall) -> None:
         """Give a slot its row: the one that is there, or a new one that leaves with the next commit."""
-        entry = self.journal.read(slot.key)
-        if isinstance(entry, OpenCall):
-            slot.call_id = entry.call_id
-        elif entry is None:
-            self.catch_up()
+        entry = slot.entry
+        if entry is None:
+            self._is_caught_up = True
             slot.call_id = self.open(slot.key, make)
-
-    def open_send(self, key: str, make: MakeCall) -> None:
-        """Send with the next commit, unless it is recorded."""
-        if self.journal.read(key) is None:
-            self.catch_up()
-            self.open(key, make)
+        elif isinstance(entry, OpenCall):
+            slot.call_id = entry.call_id
 
     def open(self, key: str, make: MakeCall) -> CallId:
         """Let a new row leave with the next commit."""

@@ -45,7 +45,7 @@ from coatcheck.worker.host import (
     Raised,
     Superseded,
 )
-from coatcheck.worker.keys import Wanted
+from coatcheck.worker.keys import Entry, Wanted
 from coatcheck.worker.ledger import Ledger
 from coatcheck.worker.steps import Steps
 from coatcheck.worker.timers import Timers
@@ -64,6 +64,8 @@ from coatcheck.worker.waits import Slot, Wait
 from coatcheck.worker.work import StepWork
 
 __all__ = ["Run"]
+
+_log = structlog.get_logger("coatcheck.run")
 
 MAYBE_S = 0.01
 """How long a run whose branches wait for locks must be quiet before it counts as blocked."""
@@ -100,7 +102,7 @@ class Run:
         self.caller = caller
         self.defaults = defaults or CallDefaults()
         self.now = now or partial(datetime.now, UTC)
-        self.log = log if log is not None else structlog.get_logger("coatcheck.run")
+        self.log = _log if log is None else log
         self.host = host
         self.ledger = Ledger(history, locate=classify.caller_line)
         self.tracker: Tracker
@@ -449,15 +451,15 @@ class Run:
                 yield from self.tracker.loop.create_future()
         raise PutDown
 
-    def find(self, wanted: Wanted) -> str:
-        """Find the key that answers to `wanted`. Holds the run if the journal has something else there."""
+    def find(self, wanted: Wanted) -> tuple[str, Entry | None]:
+        """Find the key that answers to `wanted`, and its entry. Holds the run if the journal has something else."""
         try:
-            key, is_same = self.ledger.find(wanted)
+            key, entry, is_same = self.ledger.find(wanted)
         except JournalMismatch as error:
             self._hold(error)
         if not is_same:
             self._warn_once("recorded_arguments_differ", key=key, fix="the recorded result is used, as key= asks for")
-        return key
+        return key, entry
 
     def _hold(self, error: JournalMismatch) -> NoReturn:
         driver = current_driver()
@@ -485,7 +487,7 @@ class Run:
 
     def open_step(self, slot: Slot, work: StepWork) -> None:
         """Start a step that is not recorded; on replay only once everything older has been handed out."""
-        if self.ledger.journal.read(slot.key) is not None:
+        if slot.entry is not None:
             return
         self.ledger.catch_up()
         if self.ledger.has_ready or self.ledger.new_works or self._is_committing:

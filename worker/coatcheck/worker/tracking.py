@@ -132,7 +132,7 @@ class Tracker:
     def start(self, coro: Coroutine[Any, Any, Any]) -> Tracked:
         """Start the root branch. Raises TypeError if there is nothing to drive."""
         _check_coroutine(coro)
-        return Tracked(Driver(self, coro, None), loop=self.loop)
+        return _track(Driver(self, coro, None))
 
     def poke(self) -> None:
         """Something moved: look again, soon, whether the run is quiet."""
@@ -313,14 +313,10 @@ class Driver(Coroutine[Any, Any, Any]):
 
 
 class Tracked(asyncio.Task[Any]):
-    """A task of a run."""
+    """A task of a run. Made by `_track`."""
 
     __slots__ = ("driver",)
-
-    def __init__(self, driver: Driver, *, loop: asyncio.AbstractEventLoop, context: Context | None = None) -> None:
-        self.driver = driver
-        driver.task = self
-        super().__init__(driver, loop=loop, context=context)
+    driver: Driver
 
     def set_name(self, value: object) -> None:
         # Up to 3.13 `create_task` names every task of a factory, None if the user gave no name.
@@ -338,6 +334,12 @@ class Tracked(asyncio.Task[Any]):
         if frame.f_code is TIMEOUT_ENTER:
             self.driver.tracker.owner.adopt_timeout(frame.f_locals["self"], self.driver)
         return super().cancelling()
+
+
+def _track(driver: Driver, context: Context | None = None) -> Tracked:
+    driver.task = task = Tracked(driver, loop=driver.tracker.loop, context=context)
+    task.driver = driver
+    return task
 
 
 # --- which task belongs to which run ----------------------------------------------------------------------------
@@ -383,7 +385,7 @@ def make_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asy
     if batch is not None:
         batch.drivers.append(child)
         child.batch = batch
-    task = Tracked(child, loop=loop, context=options.get("context"))
+    task = _track(child, options.get("context"))
     task.set_name(options.get("name"))
     return task
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from coatcheck.store.rows import CallId, Group, Kind, Recorded
+from coatcheck.worker.keys import Entry
 from coatcheck.worker.tracking import Durable
 
 __all__ = ["Reader", "Slot", "Ticket", "Wait"]
@@ -27,21 +30,19 @@ class Reader(Protocol):
     def read(self, recorded: Recorded) -> tuple[Any, Exception | None]: ...
 
 
-class Slot:
-    """One key that a branch waits for."""
+class Slot(msgspec.Struct, eq=False):
+    """One key that a branch waits for. `entry` is what the journal had there when the branch asked."""
 
-    __slots__ = ("call_id", "error", "is_ended", "is_live", "key", "kind", "reader", "value", "wait")
-
-    def __init__(self, key: str, kind: Kind, reader: Reader) -> None:
-        self.key = key
-        self.kind = kind
-        self.reader = reader
-        self.call_id: CallId | None = None
-        self.is_live = True
-        self.is_ended = False
-        self.value: Any = None
-        self.error: Exception | None = None
-        self.wait: Wait | None = None
+    key: str
+    kind: Kind
+    reader: Reader
+    entry: Entry | None
+    call_id: CallId | None = None
+    is_live: bool = True
+    is_ended: bool = False
+    value: Any = None
+    error: Exception | None = None
+    wait: Wait | None = None
 
     def settle(self, recorded: Recorded) -> bool:
         assert self.wait is not None
@@ -85,7 +86,7 @@ class Wait:
 
     def group(self) -> Group | None:
         """The wait as the rows see it: what is still open of it. None: nothing is."""
-        calls = tuple(slot.call_id for slot in self.slots if slot.call_id is not None and not slot.is_ended)
+        calls = [slot.call_id for slot in self.slots if slot.call_id is not None and not slot.is_ended]
         if not calls:
             return None
-        return Group(calls, None if self.need is None else self.need - self._ok_count)
+        return Group(tuple(calls), None if self.need is None else self.need - self._ok_count)

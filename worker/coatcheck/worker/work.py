@@ -10,14 +10,14 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
 from coatcheck.errors import CallFailed, CallTimedOut, StepFailed
 from coatcheck.store import blobs
 from coatcheck.store.rows import CallId, CallState, Kind, NewCall, Recorded
-from coatcheck.worker.keys import NO_DIGEST, Wanted
+from coatcheck.worker.keys import NO_DIGEST, Entry, Wanted
 from coatcheck.worker.problems import problem
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.tracking import Joint
@@ -36,6 +36,8 @@ class Work(Coroutine[Any, Any, T]):
     """Durable work that nobody has awaited yet. It can be awaited once."""
 
     is_coatcheck_work = True
+    is_coatcheck_row = False
+    """Whether the work is one row and nothing else, so that it can be a member of a durable group."""
     __slots__ = ("__weakref__", "_is_begun", "_steps", "run", "wanted")
 
     def __init__(self, run: Run, wanted: Wanted) -> None:
@@ -47,11 +49,6 @@ class Work(Coroutine[Any, Any, T]):
     @abstractmethod
     def perform(self) -> Steps[T]:
         """Do the work: yield what it waits on, return its value."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the work is one row and nothing else, so that it can be a member of a durable group."""
-        return False
 
     def begin(self) -> None:
         """Count as awaited. Raises RuntimeError the second time."""
@@ -107,7 +104,7 @@ class Work(Coroutine[Any, Any, T]):
 class RowWork(Work[T]):
     """Work that is one row in the call table: a call or a timer."""
 
-    __slots__ = ("row_key",)
+    __slots__ = ()
 
     @abstractmethod
     def open_row(self, key: str, call_id: CallId) -> NewCall:
@@ -119,8 +116,11 @@ class RowWork(Work[T]):
 
     def make_slot(self) -> Slot:
         """Find or open the work's row. May hold the run as a mismatch."""
-        key = self.run.find(self.wanted)
-        slot = Slot(key, self.wanted.kind, self)
+        key, entry = self.run.find(self.wanted)
+        return self.open_slot(key, entry)
+
+    def open_slot(self, key: str, entry: Entry | None) -> Slot:
+        slot = Slot(key, self.wanted.kind, self, entry)
         self.run.ledger.open_slot(slot, self.open_row)
         return slot
 
@@ -136,15 +136,12 @@ class RowWork(Work[T]):
 class SleepWork(RowWork[None]):
     """A timer row."""
 
+    is_coatcheck_row = True
     __slots__ = ("delay",)
 
     def __init__(self, run: Run, wanted: Wanted, *, delay: timedelta) -> None:
         super().__init__(run, wanted)
         self.delay = delay
-
-    @property
-    def is_plain(self) -> bool:
-        return True
 
     def open_row(self, key: str, call_id: CallId) -> NewCall:
         return NewCall(call_id, key, Kind.TIMER, self.wanted.name, NO_DIGEST, hard=self.delay)
@@ -175,7 +172,7 @@ class CallWork(RowWork[Any]):
         self.returns = returns
 
     @property
-    def is_plain(self) -> bool:
+    def is_coatcheck_row(self) -> bool:  # type: ignore[override] # read only, as it is meant
         return self.retry is None
 
     def open_row(self, key: str, call_id: CallId) -> NewCall:
@@ -209,16 +206,14 @@ class CallWork(RowWork[Any]):
             key = f"{keys[0]}~{attempt + 1}"
             yield from self._back_off(f"{key}.wait", delay)
             keys += (f"{key}.wait", key)
-            slot = Slot(key, Kind.CALL, self)
-            self.run.ledger.open_slot(slot, self.open_row)
+            slot = self.open_slot(key, self.run.ledger.journal.read(key))
         assert slot.error is not None
         raise self.run.ledger.failed(slot.error, keys)
 
     def _back_off(self, key: str, delay: timedelta) -> Steps[None]:
         timer = SleepWork(self.run, Wanted(key, kind=Kind.TIMER, name="@backoff", digest=NO_DIGEST), delay=delay)
         timer.begin()
-        slot = Slot(key, Kind.TIMER, timer)
-        self.run.ledger.open_slot(slot, timer.open_row)
+        slot = timer.open_slot(key, self.run.ledger.journal.read(key))
         yield from self.run.wait(Wait((slot,), None))
 
 
@@ -251,8 +246,10 @@ class SendWork(Work[None]):
         self.handler = handler
 
     def perform(self) -> Steps[None]:
-        key = self.run.find(self.wanted)
-        self.run.ledger.open_send(key, self._open_row)
+        key, entry = self.run.find(self.wanted)
+        if entry is None:
+            self.run.ledger.catch_up()
+            self.run.ledger.open(key, self._open_row)
         yield from ()
 
     def _open_row(self, key: str, call_id: CallId) -> NewCall:
@@ -285,8 +282,8 @@ class StepWork(Work[Any]):
         return None, StepFailed(f"step {self.wanted.name!r} failed: {text}", problem=document)
 
     def perform(self) -> Steps[Any]:
-        key = self.run.find(self.wanted)
-        slot = Slot(key, Kind.STEP, self)
+        key, entry = self.run.find(self.wanted)
+        slot = Slot(key, Kind.STEP, self, entry)
         self.run.open_step(slot, self)
         yield from self.run.wait(Wait((slot,), None))
         if slot.error is not None:
@@ -335,24 +332,21 @@ class GroupWork(Work[Any]):
     def perform(self) -> Steps[Any]:
         if not self.members:
             return []
-        if all(isinstance(each, Work) and each.is_plain for each in self.members):
-            return (yield from self._in_rows())
+        if all([getattr(each, "is_coatcheck_row", False) for each in self.members]):
+            return (yield from self._in_rows(cast("Sequence[RowWork[Any]]", self.members)))
         return (yield from self._in_branches())
 
-    def _in_rows(self) -> Steps[Any]:
-        works = [each for each in self.members if isinstance(each, RowWork)]
+    def _in_rows(self, works: Sequence[RowWork[Any]]) -> Steps[Any]:
         for each in works:
             each.begin()
         wait = Wait([each.make_slot() for each in works], None if self.is_lenient else self.need)
         yield from self.run.wait(wait)
         if self.cancel_rest:
             self.run.give_up(wait)
-        ended = [(slot.value, slot.error) for slot in wait.ended]
-        ordered = [(slot.value, slot.error) for slot in wait.slots]
         for slot in wait.ended:
             if slot.error is not None:
                 self.run.ledger.failed(slot.error, (slot.key,))
-        return self._conclude(ended, ordered)
+        return self._conclude(wait.ended, wait.slots)
 
     def _in_branches(self) -> Steps[Any]:
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in self.members]
@@ -377,36 +371,50 @@ class GroupWork(Work[Any]):
             raise
         if self.cancel_rest:
             _cancel(tasks)
-        pairs = {id(task): _pair_of(task) for task in ended[:count]}
-        ordered = [pairs.get(id(task), (None, None)) for task in tasks]
-        return self._conclude(list(pairs.values()), ordered)
+        ends = {id(task): _end_of(task) for task in ended[:count]}
+        ordered = [ends.get(id(task), _NO_END) for task in tasks]
+        return self._conclude(list(ends.values()), ordered)
 
-    def _conclude(self, ended: Sequence[Pair], ordered: Sequence[Pair]) -> Any:
+    def _conclude(self, ended: Sequence[Ended], ordered: Sequence[Ended]) -> Any:
         """Turn what ended, in its order and in that of the arguments, into the result."""
         if self.label == "gather":
             if self.is_lenient:
-                return [value if error is None else error for value, error in ordered]
-            for _, error in ended:
-                if error is not None:
-                    raise error
-            return [value for value, _ in ordered]
-        values = [value for value, error in ended if error is None]
+                return [each.value if each.error is None else each.error for each in ordered]
+            for each in ended:
+                if each.error is not None:
+                    raise each.error
+            return [each.value for each in ordered]
+        values = [each.value for each in ended if each.error is None]
         if len(values) < self.need:
-            errors = [error for _, error in ended if error is not None]
+            errors = [each.error for each in ended if each.error is not None]
             raise BaseExceptionGroup(f"{self}: {len(values)} of {self.need} needed results", errors)
         return values[0] if self.label == "first" else values[: self.need]
 
 
-Pair = tuple[Any, BaseException | None]
+class Ended(Protocol):
+    """How a member of a group came to its end: a value, or the error it failed with."""
+
+    @property
+    def value(self) -> Any: ...
+    @property
+    def error(self) -> BaseException | None: ...
+
+
+class _End(NamedTuple):
+    value: Any
+    error: BaseException | None
+
+
+_NO_END = _End(None, None)
 
 
 def _error_of(task: asyncio.Future[Any]) -> BaseException | None:
     return asyncio.CancelledError() if task.cancelled() else task.exception()
 
 
-def _pair_of(task: asyncio.Future[Any]) -> Pair:
+def _end_of(task: asyncio.Future[Any]) -> _End:
     error = _error_of(task)
-    return (None, error) if error is not None else (task.result(), None)
+    return _End(None, error) if error is not None else _End(task.result(), None)
 
 
 def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
