@@ -16,9 +16,11 @@ from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any, assert_never
 
+import msgspec
 import structlog
 from structlog.contextvars import bind_contextvars
 
+from coatcheck.broker.bodies import Body
 from coatcheck.broker.port import Routing
 from coatcheck.errors import (
     BrokerUnavailable,
@@ -30,7 +32,7 @@ from coatcheck.errors import (
     UnknownHandler,
 )
 from coatcheck.points import reach
-from coatcheck.store.blobs import CorruptBlob, encode
+from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
 from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
 from coatcheck.store.sweeps import Renewal
 from coatcheck.worker import tracing
@@ -38,15 +40,16 @@ from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
 from coatcheck.worker.context import Context
 from coatcheck.worker.host import (
+    NO_CHANGES,
     Abandoned,
     CallDefaults,
     Cancelled,
     Finished,
     Held,
-    Outcome,
     Parked,
     Raised,
     Superseded,
+    Unfinished,
 )
 from coatcheck.worker.live import Live
 from coatcheck.worker.messages import answers, to_body
@@ -67,12 +70,27 @@ SHORTEST_HOLD = timedelta(seconds=30)
 LONGEST_HOLD = timedelta(hours=1)
 
 
+class End(msgspec.Struct):
+    """How a task ends, what its last commit brings along, and whether it is worth a row if it has none."""
+
+    state: TaskState
+    value: bytes
+    changes: Changes = NO_CHANGES
+    traceback: str | None = None
+    is_worth_a_row: bool | None = None
+
+
 class Executor:
     """Runs tasks that are this replica's to run."""
 
     def __init__(self, runtime: Runtime, ram_calls: RamCalls) -> None:
         self._runtime = runtime
         self._ram_calls = ram_calls
+        self._defaults = CallDefaults(timeout=runtime.settings.call_timeout)
+        self._first_alone = max(1, runtime.settings.max_pickups + 1 - MOST_ALONE)
+        self._fresh_s = runtime.settings.lease.total_seconds() * 2 / 3
+        self._running_count = 0
+        runtime.metrics.running.set_function(lambda: self._running_count)
 
     async def execute(self, live: Live, *, is_resume: bool) -> bool:
         """Run a task to its put-down or end, and settle it.
@@ -80,8 +98,7 @@ class Executor:
         False: another replica had the request before us and nothing was settled; the caller asks the rows about it.
         """
         runtime = self._runtime
-        first_alone = max(1, runtime.settings.max_pickups + 1 - MOST_ALONE)
-        is_last = live.has_row and first_alone <= live.pickups < MOST_ALONE * ALONE
+        is_last = live.has_row and self._first_alone <= live.pickups < MOST_ALONE * ALONE
         origin = live.trigger
         runtime.lives.add(live)
         try:
@@ -90,7 +107,7 @@ class Executor:
                 runtime.slots.release(size)
                 live.requeue()
                 return True
-            runtime.metrics.running.inc()
+            self._running_count += 1
             begun_s = time.perf_counter()
             try:
                 # For the rest of this delivery's task: each has one of its own, and its context goes with it.
@@ -103,7 +120,7 @@ class Executor:
                 return await self._execute(live, is_last=is_last)
             finally:
                 runtime.slots.release(size)
-                runtime.metrics.running.dec()
+                self._running_count -= 1
                 name = live.handler.name if live.handler else "unknown"
                 runtime.metrics.handler_seconds.labels(name).observe(time.perf_counter() - begun_s)
         except BaseException as error:
@@ -117,7 +134,8 @@ class Executor:
     async def _execute(self, live: Live, *, is_last: bool) -> bool:
         host = self._host(live)
         try:
-            await self._look_again(live, is_last=is_last)
+            if is_last or (live.has_row and time.monotonic() - live.renewed_s >= self._fresh_s):
+                await self._look_again(live, is_last=is_last)
             await self._run_and_settle(live, host)
         except Superseded:
             if not live.has_row and not live.is_let_go:
@@ -144,9 +162,6 @@ class Executor:
         is alone: while it waited for that, its process may have been ended by any other.
         """
         lease = self._runtime.settings.lease
-        is_fresh = time.monotonic() - live.renewed_s < lease.total_seconds() * 2 / 3
-        if not live.has_row or (is_fresh and not is_last):
-            return
         renewal = Renewal(live.task_id, live.epoch)
         marks = live.pickups // ALONE + 1 if is_last else 0
         while True:
@@ -201,24 +216,26 @@ class Executor:
             await self._hold(live, host, problem_of(UnknownHandler(reason), live.task_id), reason)
             return
         if live.pickups >= MOST_ALONE * ALONE:
-            await self._fail_killer(live, host)
+            await self._finish(live, host, self._end_of_killer(live))
             return
         try:
-            bound = live.handler.binding.bind(to_body(live.request))
+            body = live.request if isinstance(live.request, Body) else to_body(live.request)
+            bound = live.handler.binding.bind(body)
         except (InvalidArguments, CorruptBlob) as error:
-            await self._refuse(live, host, error)
+            await self._finish(live, host, self._refusal(live, error))
             return
         live.run = self._make_run(live, live.handler, bound, host)
         reach("before_run")
         try:
             outcome = await live.run.execute()
-        except PermanentError as error:  # what the run wants recorded will never be taken
-            log.error("commit_refused", code=error.code, detail=str(error))
-            live.progress = None  # it may be what was refused
-            document = problem(error.code, detail=str(error), task_id=str(live.task_id), attempt=live.attempt)
-            await self._finish(live, host, TaskState.FAILED, encode(document), traceback=traceback_of(error))
+        except PermanentError as error:
+            await self._finish(live, host, self._refused_commit(live, error))
             return
-        await self._settle(live, host, outcome)
+        live.is_settled = True  # nobody joins from here on: who is to be answered must not change under our hands
+        if isinstance(outcome, Finished):
+            await self._finish(live, host, self._result(live, outcome))
+        else:
+            await self._settle(live, host, outcome)
 
     def _make_run(self, live: Live, handler: Handler, bound: Bound, host: TaskHost) -> Run:
         args, options = bound
@@ -236,21 +253,18 @@ class Executor:
             invoke=invoke,
             history=live.history,
             host=host,
-            defaults=CallDefaults(timeout=self._runtime.settings.call_timeout),
+            defaults=self._defaults,
             now=self._runtime.store.now,
         )
 
     # --- what came of it ---
 
-    async def _settle(self, live: Live, host: TaskHost, outcome: Outcome) -> None:
-        live.is_settled = True  # nobody joins from here on: who is to be answered must not change under our hands
+    async def _settle(self, live: Live, host: TaskHost, outcome: Unfinished) -> None:
         match outcome:
             case Parked():
                 self._runtime.metrics.parked.inc()
                 log.info("task_parked", checkpoint=live.checkpoint)
                 live.requeue() if live.is_unsent else live.ack()
-            case Finished(value, changes):
-                await self._finish_with(live, host, value, changes)
             case Raised(error, forget, changes):
                 await self._fail_or_retry(live, host, error, forget, changes)
             case Held(error):
@@ -258,22 +272,25 @@ class Executor:
             case Abandoned():
                 raise Superseded
             case Cancelled(reason):
-                await self._end_cancelled(live, host, reason)
+                # Mostly somebody else has ended it: whoever took the order, or another copy of the request that came
+                # to its end first. Then the row refuses us, and answers for itself.
+                log.info("task_cancelled")
+                document = cancelled_problem(live.task_id, reason)
+                await self._finish(live, host, End(TaskState.CANCELLED, encode(document), is_worth_a_row=True))
             case _:
                 assert_never(outcome)
 
-    async def _finish_with(self, live: Live, host: TaskHost, value: Any, changes: Changes) -> None:
+    def _result(self, live: Live, outcome: Finished) -> End:
+        """What the handler returned, if it can be sent."""
         try:
-            blob = encode(value)
+            blob = encode(outcome.value)
         except (TypeError, ValueError, RecursionError, OverflowError) as error:
-            await self._fail(live, host, self._unencodable(live, value, error), changes)
-            return
-        size, limit = len(to_body(blob).raw), self._runtime.settings.max_body
+            return self._failure(live, self._unencodable(live, outcome.value, error), outcome.changes)
+        size, limit = unpacked_size(blob), self._runtime.settings.max_body
         if size > limit:
             detail = f"a result of {size:,} bytes; the limit is {limit:,}"
-            await self._fail(live, host, CheckpointRefused("result_too_large", detail), changes)
-            return
-        await self._finish(live, host, TaskState.DONE, blob, changes=changes)
+            return self._failure(live, CheckpointRefused("result_too_large", detail), outcome.changes)
+        return End(TaskState.DONE, blob, outcome.changes)
 
     def _unencodable(self, live: Live, value: Any, error: Exception) -> Exception:
         assert live.handler is not None
@@ -289,7 +306,7 @@ class Executor:
         assert live.handler is not None
         delay = live.handler.retry.next_delay(error, live.attempt)
         if delay is None:
-            await self._fail(live, host, error, changes)
+            await self._finish(live, host, self._failure(live, error, changes))
             return
         self._runtime.metrics.retried.inc()
         log.warning("attempt_failed", exception=type(error).__name__, retry_in_s=delay.total_seconds())
@@ -314,16 +331,21 @@ class Executor:
         finally:
             await again.close()
 
-    async def _fail(self, live: Live, host: TaskHost, error: BaseException, changes: Changes) -> None:
+    def _failure(self, live: Live, error: BaseException, changes: Changes) -> End:
         retryable = live.handler.retry.is_retryable(error) if live.handler is not None else None
         code = Code(error.code) if isinstance(error, CheckpointRefused) else None
         document = problem_of(error, live.task_id, live.attempt, code=code, retryable=retryable)
         log.error("task_failed", code=document["code"], exception=document.get("exception"))
-        await self._finish(
-            live, host, TaskState.FAILED, encode(document), changes=changes, traceback=traceback_of(error)
-        )
+        return End(TaskState.FAILED, encode(document), changes, traceback_of(error))
 
-    async def _fail_killer(self, live: Live, host: TaskHost) -> None:
+    def _refused_commit(self, live: Live, error: PermanentError) -> End:
+        """What the run wants recorded will never be taken."""
+        log.error("commit_refused", code=error.code, detail=str(error))
+        live.progress = None  # it may be what was refused
+        document = problem(error.code, detail=str(error), task_id=str(live.task_id), attempt=live.attempt)
+        return End(TaskState.FAILED, encode(document), traceback=traceback_of(error))
+
+    def _end_of_killer(self, live: Live) -> End:
         """A task that takes its process with it each time is stopped before it takes the fleet."""
         count = live.pickups % ALONE - 1
         document = problem(
@@ -333,19 +355,19 @@ class Executor:
             attempt=live.attempt,
         )
         log.error("task_crashed_repeatedly", run_count=count)
-        await self._finish(live, host, TaskState.FAILED, encode(document))
+        return End(TaskState.FAILED, encode(document))
 
-    async def _refuse(self, live: Live, host: TaskHost, error: Exception) -> None:
+    def _refusal(self, live: Live, error: Exception) -> End:
         """A request that does not fit its handler: say so to whoever asked."""
         document = problem_of(error, live.task_id)
         log.warning("request_refused", code=document["code"])  # the detail names fields of the body: not for logs
         is_worth_a_row = live.keeps_result or not live.addresses  # else whoever asked is told, and that is all
-        await self._finish(live, host, TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row)
+        return End(TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row)
 
     async def _hold(self, live: Live, host: TaskHost, document: dict[str, Any], reason: str) -> None:
         """Keep a task this code cannot run; a deploy may bring code that can. The pauses grow with its age."""
         if host.recorder is None:
-            await self._finish(live, host, TaskState.FAILED, encode(document))
+            await self._finish(live, host, End(TaskState.FAILED, encode(document)))
             return
         delay = min(max(timedelta(seconds=live.age_s), SHORTEST_HOLD), LONGEST_HOLD)
         await host.recorder.put(Changes(), Hold(delay, encode(document)))
@@ -353,47 +375,34 @@ class Executor:
         log.error("task_held", reason=reason, retry_in_s=delay.total_seconds())
         live.ack()
 
-    async def _end_cancelled(self, live: Live, host: TaskHost, reason: str) -> None:
-        """End it as cancelled. Mostly somebody else has: whoever took the order, or another copy of the request that
-        came to its end first. Then the row refuses us, and answers for itself.
-        """
-        log.info("task_cancelled")
-        value = encode(cancelled_problem(live.task_id, reason))
-        await self._finish(live, host, TaskState.CANCELLED, value, is_worth_a_row=True)
-
-    async def _finish(
-        self,
-        live: Live,
-        host: TaskHost,
-        state: TaskState,
-        value: bytes,
-        *,
-        changes: Changes | None = None,
-        traceback: str | None = None,
-        is_worth_a_row: bool | None = None,
-    ) -> None:
+    async def _finish(self, live: Live, host: TaskHost, end: End) -> None:
         """Commit the end if there is a row or a reason for one, publish the final reply, ack."""
         live.is_settled = True
-        changes = changes or Changes()
-        async with live.writing:  # a detach that is under way makes the row, and no other begins once we are settled
-            is_stored = host.recorder is not None and (
-                live.has_row or changes != Changes() or self._is_worth_a_row(live, state, is_worth_a_row)
-            )
+        if live.writing.locked():
+            async with live.writing:  # a detach that is under way makes the row; no other begins once we are settled
+                pass
+        is_stored = host.recorder is not None and (live.has_row or self._is_worth_a_row(live, end))
         if is_stored:
-            await self._commit_end(live, host, Finish(state, value, self._keep(state), traceback), changes)
-        await self._answer(live, host, state, value, is_stored=is_stored)
-        self._runtime.metrics.finished.labels(state.value).inc()
-        log.info("task_finished", outcome=state.value)
+            finish = Finish(end.state, end.value, self._keep(end.state), end.traceback)
+            await self._commit_end(live, host, finish, end.changes)
+        if live.addresses:
+            await self._answer(live, host, end, is_stored=is_stored)
+        if is_stored and live.is_detached:
+            await self._runtime.store.mark_final_sent([live.task_id])
+        self._runtime.metrics.finished.labels(end.state.value).inc()
+        log.info("task_finished", outcome=end.state.value)
         live.ack(is_answered=True)
 
-    def _is_worth_a_row(self, live: Live, state: TaskState, asked: bool | None) -> bool:
+    def _is_worth_a_row(self, live: Live, end: End) -> bool:
         """Whether the end of a task that never had a row is written down."""
-        if asked is not None:
-            return asked
+        if end.changes.entries or end.changes.opens or end.changes.closes:
+            return True
+        if end.is_worth_a_row is not None:
+            return end.is_worth_a_row
         is_deduplicated = live.handler is not None and live.handler.is_deduplicated
         # A lost trigger is being redelivered to somebody: the row decides whose result it is.
         is_lost = live.trigger is None or live.trigger.is_lost
-        return state is TaskState.FAILED or live.keeps_result or is_deduplicated or is_lost
+        return end.state is TaskState.FAILED or live.keeps_result or is_deduplicated or is_lost
 
     async def _commit_end(self, live: Live, host: TaskHost, end: Finish, changes: Changes) -> None:
         assert host.recorder is not None
@@ -406,24 +415,22 @@ class Executor:
         else:
             await host.recorder.send(changes.opens, done.cancels)
 
-    async def _answer(self, live: Live, host: TaskHost, state: TaskState, value: bytes, *, is_stored: bool) -> None:
+    async def _answer(self, live: Live, host: TaskHost, end: End, *, is_stored: bool) -> None:
         """Publish the final reply to everyone who asked. Who is gone can fetch it later: then it gets a row."""
-        if live.addresses:
-            replies = answers(live.task_id, state, value, live.addresses, traceparent=live.traceparent)
-            reach("before_answer")
-            routings = await self._runtime.outbox.publish(replies)
-            reach("after_answer")
-            gone = [
-                address.reply_to
-                for address, routing in zip(live.addresses, routings, strict=True)
-                if routing is Routing.NO_ROUTE
-            ]
-            if gone:
-                log.warning("final_reply_had_no_route", reply_to=gone)
-            if gone and not is_stored and host.recorder is not None:
-                await self._commit_end(live, host, Finish(state, value, self._keep(state)), Changes())
-        if is_stored and live.is_detached:
-            await self._runtime.store.mark_final_sent([live.task_id])
+        replies = answers(live.task_id, end.state, end.value, live.addresses, traceparent=live.traceparent)
+        reach("before_answer")
+        routings = await self._runtime.outbox.publish(replies)
+        reach("after_answer")
+        if Routing.NO_ROUTE not in routings:
+            return
+        gone = [
+            address.reply_to
+            for address, routing in zip(live.addresses, routings, strict=True)
+            if routing is Routing.NO_ROUTE
+        ]
+        log.warning("final_reply_had_no_route", reply_to=gone)
+        if not is_stored and host.recorder is not None:
+            await self._commit_end(live, host, Finish(end.state, end.value, self._keep(end.state)), Changes())
 
     def _keep(self, state: TaskState) -> timedelta:
         settings = self._runtime.settings

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
+
+import msgspec
 
 from coatcheck.errors import JournalMismatch
 from coatcheck.store.rows import Changes, Committed
 
 __all__ = [
+    "NO_CHANGES",
     "Abandoned",
     "CallDefaults",
     "Cancelled",
@@ -20,6 +23,7 @@ __all__ = [
     "Parked",
     "Raised",
     "Superseded",
+    "Unfinished",
 ]
 
 
@@ -57,21 +61,22 @@ class CallDefaults:
     idle_timeout: timedelta | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+NO_CHANGES = Changes()
+
+
+class Finished(msgspec.Struct, frozen=True):
     """The handler returned. `changes` belong into the commit that ends the task."""
 
     value: Any
-    changes: Changes = field(default_factory=Changes)
+    changes: Changes = NO_CHANGES
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
+class Raised(msgspec.Struct, frozen=True):
     """The handler raised. `forget` are the keys of the recorded failures that led to it, for the next attempt."""
 
     error: BaseException
     forget: tuple[str, ...] = ()
-    changes: Changes = field(default_factory=Changes)
+    changes: Changes = NO_CHANGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +103,5 @@ class Cancelled:
     reason: str
 
 
-Outcome = Finished | Raised | Parked | Held | Abandoned | Cancelled
+Unfinished = Raised | Parked | Held | Abandoned | Cancelled
+Outcome = Finished | Unfinished

@@ -22,6 +22,7 @@ from coatcheck.store.rows import (
     OpenCall,
     Recorded,
 )
+from coatcheck.worker.host import NO_CHANGES
 from coatcheck.worker.ids import new_call_id
 from coatcheck.worker.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error
 from coatcheck.worker.steps import CANCELLED_CODE
@@ -183,6 +184,8 @@ class Ledger:
 
     def leftovers(self, *, with_notes: bool) -> Changes:
         """What goes into the commit that ends the task. Calls that have not left never do; sends leave all the same."""
+        if not (self.entries or self.opens or self.closes):
+            return NO_CHANGES
         entries = tuple(each for each in self.entries if with_notes or each.kind is not Kind.NOTE)
         sends = tuple(each for each in self.opens.values() if each.kind is Kind.SEND)
         return Changes(entries, sends, tuple(self.closes))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
+from coatcheck.broker.bodies import Body
 from coatcheck.broker.port import Delivery
 from coatcheck.points import reach
 from coatcheck.store.births import REQUEST_TRIGGER
@@ -16,15 +18,17 @@ from coatcheck.store.rows import Address, Birth, Caller, CallId, History, Task, 
 from coatcheck.worker.app import Handler
 from coatcheck.worker.run import Run
 
+NOTHING_RECORDED = History()
 
-@dataclass(slots=True, eq=False)
-class Live:
+
+class Live(msgspec.Struct, eq=False):
     """One run, from the message that triggered it to its last write."""
 
     task_id: TaskId
     handler: Handler | None
     handler_name: str | None
-    request: bytes
+    request: Body | bytes
+    """The body as it came, or the blob that the row keeps of it."""
     identity: str | None
     correlation_id: str | None
     traceparent: str | None
@@ -32,8 +36,10 @@ class Live:
     trigger: Delivery | None
     """The unacked message that brought the run here; None once it is acked, and only the lease looks after the run."""
     trigger_name: str
-    birth: Birth | None = None
-    """What the row would be, while there is none."""
+    make_birth: Callable[[], Birth] | None = None
+    """Makes what the row would be, while there is none: most tasks that never wait need none at all."""
+    digest: bytes = b""
+    """Of the request, while there is no row to know it."""
     caller: Caller | None = None
     keeps_result: bool = False
     epoch: int = 0
@@ -43,7 +49,7 @@ class Live:
     pickups: int = 0
     version: str = ""
     age_s: float = 0.0
-    history: History = field(default_factory=History)
+    history: History = NOTHING_RECORDED
     is_detached: bool = False
     is_put_down: bool = False
     """Its last write is in: the row is parked or ended, so there is no lease left to renew."""
@@ -61,20 +67,20 @@ class Live:
     is_unsent: bool = False
     """Something committed could not be handed to the broker: the trigger must come back to send it."""
     progress: dict[str, Any] | None = None
-    copies: list[Delivery] = field(default_factory=list)
+    copies: list[Delivery] = []
     """The same message once more, from before it came back; settled with the trigger."""
-    followers: list[Delivery] = field(default_factory=list)
+    followers: list[Delivery] = []
     """Duplicates of the request, perhaps from others, that arrived while there was no row to tell them apart."""
-    open_calls: set[CallId] = field(default_factory=set)
+    open_calls: set[CallId] = set()
     """Its calls and timers that are open, as far as this run was told."""
     run: Run | None = None
-    begun_s: float = field(default_factory=time.monotonic)
-    renewed_s: float = field(default_factory=time.monotonic)
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun_s: float = msgspec.field(default_factory=time.monotonic)
+    renewed_s: float = msgspec.field(default_factory=time.monotonic)
+    writing: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
     @property
     def has_row(self) -> bool:
-        return self.birth is None
+        return self.make_birth is None
 
     def attach(self, delivery: Delivery) -> None:
         """The trigger has come back while its run lives here: this is the delivery to settle with the run."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
 
 import structlog
 from structlog.contextvars import bind_contextvars
@@ -70,7 +72,7 @@ class Requests:
         task_id = task_id_of(runtime.app.service, request.identity)
         bind_contextvars(task_id=str(task_id), correlation_id=request.correlation_id)
         try:
-            caller = await self._find_caller(delivery, request, task_id)
+            caller = None if runtime.app.identify is None else await self._find_caller(delivery, request, task_id)
         except Unauthorized as error:
             await self._refuse_caller(delivery, request, task_id, error)
             return
@@ -81,7 +83,8 @@ class Requests:
             delivery.requeue()
             return
         handler = runtime.app.find_handler(request.handler)
-        birth = birth_of(
+        make_birth = partial(
+            birth_of,
             request,
             service=runtime.app.service,
             task_id=task_id,
@@ -90,16 +93,17 @@ class Requests:
             caller=caller,
         )
         live = runtime.lives.find(task_id)
-        if live is not None and self._joins(delivery, birth, live):
+        if live is not None and self._joins(delivery, make_birth(), live):
             return
-        if live is not None and live.birth is not None and live.birth.digest != birth.digest:
-            await self._refuse_conflict(delivery, birth)
+        if live is not None and not live.has_row and live.digest != digest_with(request.digest, caller):
+            await self._refuse_conflict(delivery, make_birth())
         elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, handler)):
             # A run alive in this process needs nobody to take it over.
             is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or live.is_settled)
-            await self._accept(delivery, birth, is_redelivered=is_lost)
+            await self._accept(delivery, make_birth(), is_redelivered=is_lost)
         else:
-            await self._start(self._fresh(delivery, request, birth, handler))
+            fresh = self._fresh(delivery, request, handler, task_id=task_id, caller=caller, make_birth=make_birth)
+            await self._start(fresh)
 
     def _is_suspect(self, delivery: Delivery, handler: Handler | None) -> bool:
         """Whether the rows are asked before anything runs."""
@@ -131,8 +135,8 @@ class Requests:
         """The caller, digest and addresses of a task that runs here or has a row; None: nobody accepted it yet."""
         runtime = self._runtime
         live = runtime.lives.find(task_id)
-        if live is not None and live.birth is not None:
-            return live.caller, live.birth.digest, live.addresses
+        if live is not None and not live.has_row:
+            return live.caller, live.digest, live.addresses
         if not runtime.uses_store:
             return None
         task = await runtime.gate.insist(lambda _: runtime.store.find_task(task_id))
@@ -153,7 +157,7 @@ class Requests:
 
     def _joins(self, delivery: Delivery, birth: Birth, live: Live) -> bool:
         """A request whose task runs in this very process: come back, or a duplicate that waits for the same end."""
-        is_same = live.birth is None or live.birth.digest == birth.digest
+        is_same = live.has_row or live.digest == birth.digest
         address = birth.address
         is_known = address is None or address in live.addresses
         if live.is_settled or not is_same or (live.has_row and not is_known):
@@ -178,7 +182,7 @@ class Requests:
         """
         origin = live.trigger
         is_ours = await self._executor.execute(live, is_resume=False)
-        left = [*live.deliveries(), *live.followers] if not is_ours else live.followers
+        left = live.followers if is_ours else [*live.deliveries(), *live.followers]
         try:
             for delivery in left:
                 if not delivery.is_settled:
@@ -189,22 +193,26 @@ class Requests:
             live.requeue(all_but=origin)
             raise
 
-    def _fresh(self, delivery: Delivery, request: wire.Request, birth: Birth, handler: Handler | None) -> Live:
+    def _fresh(
+        self, delivery: Delivery, request: wire.Request, handler: Handler | None, *,
+        task_id: TaskId, caller: Caller | None, make_birth: Callable[[], Birth],
+    ) -> Live:  # fmt: skip
         return Live(
-            task_id=birth.task_id,
+            task_id=task_id,
             handler=handler,
-            handler_name=birth.handler,
-            request=birth.request,
-            identity=birth.identity,
-            correlation_id=birth.correlation_id,
-            traceparent=birth.traceparent,
-            addresses=(birth.address,) if birth.address else (),
+            handler_name=request.handler if handler is None else handler.name,
+            request=request.body,
+            identity=request.identity,
+            correlation_id=request.correlation_id,
+            traceparent=request.traceparent,
+            addresses=(Address(request.reply_to, request.correlation_id),) if request.reply_to else (),
             trigger=delivery,
             trigger_name=REQUEST_TRIGGER,
-            birth=birth,
-            caller=birth.caller,
+            make_birth=make_birth,
+            digest=digest_with(request.digest, caller),
+            caller=caller,
             keeps_result=request.keep,
-            version=birth.version,
+            version=self._runtime.app.version,
         )
 
     async def _accept(self, delivery: Delivery, birth: Birth, *, is_redelivered: bool) -> None:

@@ -272,7 +272,7 @@ class Run:
         return not self.tracker.live and (self._steps is None or self._steps.is_idle)
 
     def _let_go(self) -> None:
-        """Untie the parts from each other: they are freed with the run then, and no garbage collector must find them."""
+        """Untie the parts from each other: the run's end frees them then, and no garbage collector must find them."""
         self.tracker.is_over = True
         self.tracker.owner = NOBODY
         self._root = self._steps = self._clocks = None

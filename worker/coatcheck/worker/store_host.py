@@ -75,10 +75,10 @@ class StoreHost:
         """
         live = self._live
         async with live.writing:  # another branch's calls may be on their way to make the row themselves
-            if live.birth is not None and live.identity is not None:
+            if live.make_birth is not None and live.identity is not None:
                 reach("before_first_row")
                 asked_s = time.monotonic()
-                self._take(await self._accept(live.birth), asked_s)
+                self._take(await self._accept(live.make_birth()), asked_s)
                 reach("after_first_row")
 
     async def _accept(self, birth: Birth) -> Ruling:
@@ -96,7 +96,7 @@ class StoreHost:
             # This one began without its journal: let another begin with it.
             live.is_in_doubt = True
             raise Superseded
-        live.birth = None
+        live.make_birth = None
         live.epoch, live.checkpoint, live.seen = ruling.task.epoch, ruling.task.checkpoint, ruling.task.seq
         live.pickups = ruling.task.pickups
         live.renewed_s = asked_s
@@ -148,7 +148,7 @@ class StoreHost:
                 seen=live.seen,
                 changes=changes,
                 end=end,
-                birth=live.birth,
+                birth=None if live.make_birth is None else live.make_birth(),
                 progress=live.progress,
             )
             asked_s, word = time.monotonic(), _word(end)
@@ -159,7 +159,7 @@ class StoreHost:
                 self._runtime.metrics.fenced.inc()
                 live.is_fenced = live.has_row
                 raise Superseded
-            live.birth = None
+            live.make_birth = None
             live.open_calls.update(_opened(changes))
             live.open_calls.difference_update(changes.closes, (news.call_id for news in answer.news))
             live.renewed_s = max(live.renewed_s, asked_s)

@@ -332,7 +332,7 @@ class GroupWork(Work[Any]):
     def perform(self) -> Steps[Any]:
         if not self.members:
             return []
-        if all([getattr(each, "is_coatcheck_row", False) for each in self.members]):
+        if all(getattr(each, "is_coatcheck_row", False) for each in self.members):
             return (yield from self._in_rows(cast("Sequence[RowWork[Any]]", self.members)))
         return (yield from self._in_branches())
 
