@@ -1,7 +1,8 @@
 """What a lifecycle, fan-4 unless told otherwise, costs one worker without its AMQP client.
 
 `python -m bench.profile_worker [--handler no_wait] [--profile]`: a worker on the in-memory broker and the real
-Postgres, with an echo peer and an asker in the same process, which cost little. Needs Postgres as `make bench` does; makes a database of its own and removes it.
+Postgres, with an echo peer and an asker in the same process, which cost little. Needs Postgres as `make bench` does;
+makes a database of its own and removes it.
 """
 
 import argparse

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -16,6 +18,7 @@ from coatcheck.broker.port import Delivery
 from coatcheck.errors import MalformedMessage
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.tracking import make_untracked
 
 log = structlog.get_logger(__name__)
 
@@ -32,10 +35,11 @@ MOST_SURPRISES = 5
 class Hops:
     """What a replica has in its hands."""
 
-    def __init__(self, group: asyncio.TaskGroup, runtime: Runtime) -> None:
-        self._group = group
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._loop = asyncio.get_running_loop()
         self._running: set[asyncio.Future[Any]] = set()
+        self._is_over = False
 
     def __len__(self) -> int:
         return len(self._running)
@@ -50,18 +54,21 @@ class Hops:
             self.start(delivery, work)
 
     def start(self, delivery: Delivery, work: Work) -> None:
-        """Give the work a task of its own."""
-        guarded = self._guard(delivery, work)
-        try:
-            task = self._group.create_task(guarded)
-        except RuntimeError:  # `run` was cancelled and is ending; unacked, the delivery goes back with the connection
-            guarded.close()
-            work.close()
+        """Give the work a task of its own. Whatever it raises must not end the replica."""
+        if self._is_over:
+            work.close()  # unacked, the delivery goes back with the connection
             return
+        context = copy_context()
+        task = make_untracked(self._loop, work, context=context)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        # Cut short before its first step, the guard has not begun the work, and nobody would end it.
-        task.add_done_callback(lambda _: work.close())
+        # In the task's own context, so that a surprise is told with the ids that were bound there.
+        task.add_done_callback(partial(self._on_done, delivery), context=context)
+
+    def _on_done(self, delivery: Delivery, task: asyncio.Future[None]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.start(delivery, self._surprised(delivery, error))
 
     def watch(self, delivery: Delivery, future: asyncio.Future[T], then: Callable[[asyncio.Future[T]], None]) -> None:
         """Count as under way until the future is done and `then` has been told. One that is cut short it never is."""
@@ -89,13 +96,20 @@ class Hops:
         for each in self._running:
             each.cancel()
 
-    async def _guard(self, delivery: Delivery, work: Work) -> None:
-        try:
-            await work
-        except Exception as error:  # noqa: BLE001 - a surprise in one delivery must not end the replica
-            await self._surprised(delivery, error)
+    async def keep(self) -> None:
+        """Stand for all of them in the replica's task group: when that is cut short so are they, and it waits for them.
 
-    async def _surprised(self, delivery: Delivery, error: Exception) -> None:
+        A task each in the group would cost a callback and a set entry for every delivery.
+        """
+        try:
+            await self._loop.create_future()
+        finally:
+            self._is_over = True
+            self.cancel()
+            while self._running:
+                await asyncio.wait(self._running)
+
+    async def _surprised(self, delivery: Delivery, error: BaseException) -> None:
         """A surprise in one delivery must not end the replica, nor loop for ever."""
         log.error("delivery_surprised", queue=delivery.queue, delivery_count=delivery.delivery_count, exc_info=error)
         if delivery.delivery_count >= MOST_SURPRISES:

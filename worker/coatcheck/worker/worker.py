@@ -129,8 +129,9 @@ class Worker:
         leases = Leases(runtime)
         await self._check_store(runtime)
         async with asyncio.TaskGroup() as group:
-            background = [group.create_task(work) for work in self._background(runtime, leases)]
-            await self._consume(group, runtime, executor, leases, ram_calls)
+            self._hops = Hops(runtime)
+            background = [group.create_task(work) for work in (self._hops.keep(), *self._background(runtime, leases))]
+            await self._consume(group, runtime, executor, leases, ram_calls, under_way=self._hops)
             self.is_ready = True
             for lack in find_unsupported():
                 log.warning("asyncio_differs", lack=lack, python=platform.python_version())
@@ -182,10 +183,10 @@ class Worker:
             runtime.gate.close(error)
 
     async def _consume(
-        self, group: asyncio.TaskGroup, runtime: Runtime, executor: Executor, leases: Leases, ram_calls: RamCalls
-    ) -> None:
+        self, group: asyncio.TaskGroup, runtime: Runtime, executor: Executor, leases: Leases, ram_calls: RamCalls, *,
+        under_way: Hops,
+    ) -> None:  # fmt: skip
         names, settings = self.app.names, self.settings
-        self._hops = under_way = Hops(group, runtime)
         hops: list[tuple[str, str, Hop, int]] = [
             ("requests", names.requests, Requests(runtime, executor).handle, settings.request_prefetch)
         ]
