@@ -6,7 +6,7 @@ Nothing survives the process but the original, which is redelivered and runs fro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import structlog
@@ -243,11 +243,11 @@ class FallingHost(StoreHost):
         assert self._fallen is not None
         return await self._fallen.commit(changes)
 
-    async def _write(self, put: Put, *, was_in_doubt: bool = False) -> PutDone | PutRefused:
+    def _write(self, put: Put, *, was_in_doubt: bool = False) -> Awaitable[PutDone | PutRefused]:
         """Try once for a task without a row: it has elsewhere to go."""
         if put.birth is None:
-            return await super()._write(put, was_in_doubt=was_in_doubt)
-        return await self._write_at_once(put)
+            return super()._write(put, was_in_doubt=was_in_doubt)
+        return self._write_at_once(put)
 
     def _fall(self, error: StoreUnavailable) -> None:
         self._runtime.gate.close(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -134,7 +134,7 @@ class StoreHost:
 
         With `is_patient` false it raises StoreUnavailable, if nothing can have been written.
         """
-        self.check_size(changes)
+        opened = self.check_size(changes)
         live = self._live
         async with live.writing:
             if live.is_put_down or (live.is_settled and not is_patient):
@@ -151,33 +151,36 @@ class StoreHost:
                 birth=None if live.make_birth is None else live.make_birth(),
                 progress=live.progress,
             )
-            asked_s, word = time.monotonic(), _word(end)
-            reach(f"before_{word}")
+            asked_s, (before, after) = time.monotonic(), _points_of(end)
+            reach(before)
             answer = await (self._write(put) if is_patient else self._write_at_once(put))
-            reach(f"after_{word}")
+            reach(after)
             if isinstance(answer, PutRefused):
                 self._runtime.metrics.fenced.inc()
                 live.is_fenced = live.has_row
                 raise Superseded
             live.make_birth = None
-            live.open_calls.update(_opened(changes))
-            live.open_calls.difference_update(changes.closes, (news.call_id for news in answer.news))
+            live.open_calls.update(opened)
+            live.open_calls.difference_update(changes.closes)
+            for news in answer.news:
+                live.open_calls.discard(news.call_id)
+                live.seen = max(live.seen, news.seq)
             live.renewed_s = max(live.renewed_s, asked_s)
             live.epoch, live.checkpoint = answer.epoch, answer.checkpoint
-            live.seen = max((news.seq for news in answer.news), default=live.seen)
-            live.is_detached = live.is_detached or (isinstance(end, Going) and end.is_detached)
-            live.is_put_down = answer.is_parked or not isinstance(end, Going | Park)
-            if answer.task is not None:
+            if isinstance(end, Going):
+                live.is_detached = live.is_detached or end.is_detached
+            live.is_put_down = answer.is_parked or not isinstance(end, _GOES_ON)
+            if answer.task is not None and answer.task.addresses != live.addresses:
                 # Joined, not replaced: when another replica ended the same task first, its row does not know ours.
                 live.addresses = tuple(dict.fromkeys((*answer.task.addresses, *live.addresses)))
             return answer
 
-    async def _write(self, put: Put, *, was_in_doubt: bool = False) -> PutDone | PutRefused:
-        async def write(is_in_doubt: bool) -> PutDone | PutRefused:
+    def _write(self, put: Put, *, was_in_doubt: bool = False) -> Awaitable[PutDone | PutRefused]:
+        def write(is_in_doubt: bool) -> Awaitable[PutDone | PutRefused]:
             self._live.is_in_doubt = was_in_doubt or is_in_doubt
-            return await self._runtime.store.put(put)
+            return self._runtime.store.put(put)
 
-        return await self._runtime.gate.insist(write)
+        return self._runtime.gate.insist(write)
 
     async def _write_at_once(self, put: Put) -> PutDone | PutRefused:
         """Try once. Only if the commit is in doubt must the row be waited for and believed."""
@@ -235,10 +238,16 @@ class StoreHost:
         finally:
             self._telling = None
 
-    def check_size(self, changes: Changes) -> None:
-        """Raise CheckpointRefused for what is over a limit, in bytes or in calls."""
+    def check_size(self, changes: Changes) -> Sequence[CallId]:
+        """Raise CheckpointRefused for what is over a limit, in bytes or in calls. Returns the calls it opens.
+
+        They stay open until somebody answers, or a time is over. Nobody waits for a send.
+        """
+        if not (changes.entries or changes.opens):
+            return ()
         settings = self._runtime.settings
-        size = sum(len(entry.value) for entry in changes.entries) + sum(len(call.body) for call in changes.opens)
+        opened = [call.call_id for call in changes.opens if call.kind is not Kind.SEND]
+        size = sum([len(entry.value) for entry in changes.entries]) + sum([len(call.body) for call in changes.opens])
         for call in changes.opens:
             # The size on the wire: a row may hold it compressed, many times smaller.
             if call.body and (raw := unpacked_size(call.body)) > settings.max_body:
@@ -255,7 +264,7 @@ class StoreHost:
             )
         if size > settings.checkpoint_warn:
             log.warning("checkpoint_large", size=size, warn_at=settings.checkpoint_warn)
-        open_count = len(self._live.open_calls) + len(_opened(changes))
+        open_count = len(self._live.open_calls) + len(opened)
         open_count -= len(self._live.open_calls.intersection(changes.closes))
         if open_count > settings.max_fan_out:
             raise CheckpointRefused(
@@ -263,23 +272,20 @@ class StoreHost:
                 f"{open_count:,} open calls are over the limit of {settings.max_fan_out:,}; "
                 "work in portions, or raise COATCHECK_MAX_FAN_OUT",
             )
+        return opened
 
 
-def _opened(changes: Changes) -> list[CallId]:
-    """What stays open until somebody answers, or a time is over. Nobody waits for a send."""
-    return [call.call_id for call in changes.opens if call.kind is not Kind.SEND]
+_GOES_ON = (Going, Park)
+_POINTS = {
+    Park: ("before_park", "after_park"),
+    Finish: ("before_finish", "after_finish"),
+    Again: ("before_retry", "after_retry"),
+    Hold: ("before_hold", "after_hold"),
+}
 
 
-def _word(end: Going | Park | Finish | Again | Hold) -> str:
-    """What a write of this kind is called among the crash points."""
-    match end:
-        case Going(is_detached=is_detached):
-            return "detach" if is_detached else "record"
-        case Park():
-            return "park"
-        case Finish():
-            return "finish"
-        case Again():
-            return "retry"
-        case Hold():
-            return "hold"
+def _points_of(end: Going | Park | Finish | Again | Hold) -> tuple[str, str]:
+    """The crash points around a write of this kind."""
+    if isinstance(end, Going):
+        return ("before_detach", "after_detach") if end.is_detached else ("before_record", "after_record")
+    return _POINTS[type(end)]
