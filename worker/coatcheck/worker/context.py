@@ -16,7 +16,7 @@ from coatcheck.store.rows import Caller, Kind
 from coatcheck.worker.keys import NO_DIGEST, Scope, Wanted, digest_of, escape_name
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.steps import name_of_function, name_of_keyed, returns_of
-from coatcheck.worker.tracking import current_driver, detached_context
+from coatcheck.worker.tracking import detached_context, driver_in
 from coatcheck.worker.work import CallWork, GroupWork, SendWork, SleepWork, StepWork
 
 if TYPE_CHECKING:
@@ -215,8 +215,9 @@ class Context:
         return Wanted(scope.take(key), kind=kind, name=name, digest=digest, is_explicit=True)
 
     def _scope(self, what: str) -> Scope:
-        driver = current_driver()
-        if driver is None or driver.tracker.owner is not self._run:
+        tracker = self._run.tracker
+        driver = None if tracker.is_over else driver_in(tracker)
+        if driver is None:
             raise UsageError(
                 f"{what} outside its handler: it was used inside a step, in a thread, in a task of another run or "
                 "after the run ended, where nothing can be recorded. Use it in the handler, and pass values to the step"

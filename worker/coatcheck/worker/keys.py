@@ -181,7 +181,8 @@ class Journal:
         entry = self._entries.get(wanted.key)
         is_free = wanted.key in self._unread
         if entry is not None and is_free and _fits(entry, wanted):
-            return wanted.key, self.read(wanted.key), True
+            del self._unread[wanted.key]
+            return wanted.key, entry, True
         if wanted.is_explicit and entry is not None and entry.kind == wanted.kind:
             is_same = NO_DIGEST in (entry.digest, wanted.digest) or entry.digest == wanted.digest
             return wanted.key, self.read(wanted.key), is_same

@@ -126,7 +126,7 @@ class Ledger:
             entry = slot.entry
             if not isinstance(entry, Recorded):
                 self.waiting[slot.key] = slot
-            elif is_handed_out(entry):
+            elif entry.state is CallState.OK or is_handed_out(entry):
                 known.append((entry.seq, slot, entry))
         known.sort(key=itemgetter(0))
         for seq, slot, recorded in known:
@@ -151,7 +151,8 @@ class Ledger:
         entry = slot.entry
         if entry is None:
             self._is_caught_up = True
-            slot.call_id = self.open(slot.key, make)
+            slot.call_id = call_id = new_call_id()
+            self.opens[slot.key] = make(slot.key, call_id)
         elif isinstance(entry, OpenCall):
             slot.call_id = entry.call_id
 

@@ -97,7 +97,9 @@ class Live(msgspec.Struct, eq=False):
         """
         self.is_settled = True
         reach("before_ack")
-        for delivery in [*self.deliveries(), *(self.followers if is_answered else ())]:
+        for delivery in self.deliveries():
+            delivery.ack()
+        for delivery in self.followers if is_answered else ():
             delivery.ack()
         reach("after_ack")
 

@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 from coatcheck.errors import UsageError
 from coatcheck.worker.keys import Scope
 
-__all__ = ["Driver", "Durable", "Joint", "PutDown", "Tracked", "Tracker", "current_driver", "detached_context",
-           "ensure_factory", "make_untracked"]  # fmt: skip
+__all__ = ["NOBODY", "Driver", "Durable", "Joint", "PutDown", "Tracked", "Tracker", "current_driver",
+           "detached_context", "driver_in", "ensure_factory", "make_untracked"]  # fmt: skip
 
 QUIET_PASSES = 3
 """How many passes of the loop without a move make a run quiet: a child's end reaches its parent in two."""
@@ -111,14 +111,16 @@ class Tracker:
     """The live tasks of one run."""
 
     __slots__ = (
-        "_idle_passes", "_is_scheduled", "_seen", "batch", "busy_passes", "durable_count", "is_over", "is_putting_down",
-        "live", "loop", "moves", "owner",
+        "_idle_passes", "_is_scheduled", "_seen", "batch", "busy_passes", "current", "durable_count", "is_over",
+        "is_putting_down", "live", "loop", "moves", "owner",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
         self.owner = owner
         self.loop = loop
         self.live: dict[Driver, None] = {}
+        self.current: Driver | None = None
+        """The branch that takes a step right now."""
         self.durable_count = 0
         self.moves = 0
         self.busy_passes = 0
@@ -254,6 +256,7 @@ class Driver(Coroutine[Any, Any, Any]):
             _ = self.scope  # children are numbered in the order of their first steps, which is that of their making
         self.waits_on = None
         tracker = self.tracker
+        tracker.current = self
         try:
             future = step(value)
         except StopIteration as stop:
@@ -264,6 +267,8 @@ class Driver(Coroutine[Any, Any, Any]):
             if isinstance(error, KeyboardInterrupt) or not (self.is_root or tracker.is_putting_down):
                 raise
             future, value = _ENDED, None  # an error that its own frames hold would never be freed
+        finally:
+            tracker.current = None
         if future is _ENDED:
             # The owner has the error. A cancelled task is the quiet end: nobody is told of one never retrieved.
             raise asyncio.CancelledError
@@ -364,6 +369,14 @@ def current_driver() -> Driver | None:
     if task is None:
         return _scope_owner.get()
     return task.driver if type(task) is Tracked else None
+
+
+def driver_in(tracker: Tracker) -> Driver | None:
+    """The branch of this very run that runs now; the same as `current_driver`, where there is one."""
+    if tracker.current is not None and asyncio._get_running_loop() is tracker.loop:  # noqa: SLF001 - None in a thread
+        return tracker.current
+    driver = current_driver()
+    return driver if driver is not None and driver.tracker is tracker else None
 
 
 def ensure_factory(loop: asyncio.AbstractEventLoop) -> None:

@@ -66,19 +66,17 @@ class Wait:
         for slot in slots:
             slot.wait = self
 
-    @property
-    def is_over(self) -> bool:
-        if self.need is None:
-            return len(self.ended) == len(self.slots)
-        still_open = len(self.slots) - len(self.ended)
-        return self._ok_count >= self.need or self._ok_count + still_open < self.need
-
     def add(self, slot: Slot) -> bool:
         """Count a slot that has just ended; tell whether this ends the wait."""
         self.ended.append(slot)
         if slot.error is None:
             self._ok_count += 1
-        if not self.is_over:
+        still_open = len(self.slots) - len(self.ended)
+        if self.need is None:
+            is_over = still_open == 0
+        else:
+            is_over = self._ok_count >= self.need or self._ok_count + still_open < self.need
+        if not is_over:
             return False
         if self.future is not None:
             self.future.settle(None)
