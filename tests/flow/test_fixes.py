@@ -223,7 +223,7 @@ async def _is_final_marked(rig: Rig) -> bool:
 async def test_duplicate_that_waits_for_a_run_is_answered_though_the_run_broke(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requester, settle, broken = await rig.requester(), Executor._settle, Counter[str]()
+    requester, finish, broken = await rig.requester(), Executor._finish, Counter[str]()
     working = Working(rig.names.new(), in_step=False)
     worker = await rig.replica(working.app)
 
@@ -231,9 +231,9 @@ async def test_duplicate_that_waits_for_a_run_is_answered_though_the_run_broke(
         broken["times"] += 1
         if broken["times"] == 1:
             raise RuntimeError("a bug of ours")
-        await settle(executor, *args)
+        await finish(executor, *args)
 
-    monkeypatch.setattr(Executor, "_settle", break_once)
+    monkeypatch.setattr(Executor, "_finish", break_once)
     sent = [await requester.send(working.app.service, "owls", message_id="id-1")]
     await until(lambda: working.begun, what="the first is at work")
     sent.append(await requester.send(working.app.service, "owls", message_id="id-1"))

@@ -34,7 +34,7 @@ from coatcheck.store.rows import (
     Verdict,
 )
 from coatcheck.worker import replies, requests
-from coatcheck.worker.executor import Executor
+from coatcheck.worker.executor import End, Executor
 from coatcheck.worker.host import Superseded
 from coatcheck.worker.messages import call_message
 from coatcheck.worker.outbox import Outbox
@@ -99,7 +99,7 @@ def the_answer_leaves_before_the_end_is_committed() -> Sequence[Patch]:
     commit_end = Executor._commit_end
 
     async def hasty(self: Executor, live: Any, host: Any, end: Finish, changes: Changes) -> None:
-        await self._answer(live, host, end.state, end.value, is_stored=True)
+        await self._answer(live, host, End(end.state, end.value), is_stored=True)
         await commit_end(self, live, host, end, changes)
 
     return [(Executor, "_commit_end", hasty)]

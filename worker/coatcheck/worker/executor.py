@@ -110,8 +110,8 @@ class Executor:
             self._running_count += 1
             begun_s = time.perf_counter()
             try:
-                # For the rest of this delivery's task: each has one of its own, and its context goes with it. A request's
-                # task was bound when it was read.
+                # For the rest of this delivery's task: each has one of its own, and its context goes with it.
+                # The id of a request's task was bound when it was read.
                 bind_contextvars(
                     handler=live.handler_name or "",
                     attempt=live.attempt,

@@ -258,16 +258,15 @@ class Run:
 
     async def _unwind(self) -> None:
         """Wait for the cleanup of every branch and step, for so long and no longer."""
-        if self._is_unwound:
+        if self._is_unwound():
             return
         await asyncio.sleep(0)  # a branch that has nothing to clean up is gone after one turn
-        if not self._is_unwound:
+        if not self._is_unwound():
             self._timers.set("unwind", UNWIND_S, self._leave_behind)
-            while not self._is_unwound:
+            while not self._is_unwound():
                 await self._sleep()
             self._timers.stop_all()
 
-    @property
     def _is_unwound(self) -> bool:
         return not self.tracker.live and (self._steps is None or self._steps.is_idle)
 
