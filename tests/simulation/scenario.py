@@ -33,6 +33,8 @@ from coatcheck.store.memory.tables import Tables
 from coatcheck.worker import Client, Settings, Sweeper, Worker
 from coatcheck.worker import client as client_module
 from coatcheck.worker import executor as executor_module
+from coatcheck.worker import live as live_module
+from coatcheck.worker import requests as requests_module
 from coatcheck.worker import sweeper as sweeper_module
 from coatcheck.worker import worker as worker_module
 from coatcheck.worker.live import Live
@@ -423,13 +425,12 @@ def _patched(scene: Scene) -> Iterator[None]:
     """Put the simulated parts in the place of the real ones, and chance under the seed."""
     rng = random.Random(scene.world.seed)
     random.seed(scene.world.seed)
-    live_init = Live.__init__
 
-    def init_live(live: Live, *args: Any, **fields: Any) -> None:
-        now = scene.world.now  # its own default was taken from the real clock before we came
-        live_init(live, *args, **{"begun_s": now, "renewed_s": now} | fields)
+    def make_live(*args: Any, **fields: Any) -> Live:
+        live = Live(*args, **fields)
         if scene.world.current is not None:
             scene.world.current.lives.append(live)
+        return live
 
     def complain(logger: Any, method: str, event: Any) -> Any:
         process = scene.world.current
@@ -441,7 +442,8 @@ def _patched(scene: Scene) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (executor_module, "SHORTEST_HOLD", timedelta(seconds=2)),
         (executor_module, "LONGEST_HOLD", timedelta(seconds=20)),
-        (Live, "__init__", init_live),
+        (live_module, "Live", make_live),
+        (requests_module, "Live", make_live),
         (worker_module, "connect", scene.connect),
         (worker_module, "Store", scene.open_store),
         (worker_module, "Metrics", lambda: _metrics),

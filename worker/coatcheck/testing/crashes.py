@@ -236,7 +236,7 @@ class Watch:
     def _count_step(self) -> None:
         current = asyncio.current_task()
         runs = [live.run for live in self._pace.lives() if live.run is not None]
-        self.steps.update(key for run in runs for key, task in run.steps.in_flight.items() if task is current)
+        self.steps.update(key for run in runs for key, task in run.steps_in_flight.items() if task is current)
 
 
 def _bury() -> None:

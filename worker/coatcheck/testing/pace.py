@@ -206,7 +206,7 @@ def waits_outside(run: Run) -> bool:
     """Whether a run waits for something that is neither durable, nor a timer, nor a lock or event of its own loop."""
     if any(classify.classify(driver) is classify.Waiting.HELD for driver in run.tracker.live):
         return True
-    return any(_is_outside(task) for task in run.steps.in_flight.values())
+    return any(_is_outside(task) for task in run.steps_in_flight.values())
 
 
 def _is_outside(step: asyncio.Task[None]) -> bool:

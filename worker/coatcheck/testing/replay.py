@@ -80,7 +80,7 @@ class _Audience:
     async def before_first_effect(self) -> None:
         assert self.run is not None
         new_calls = [f"opens {call.kind} {call.name!r}" for call in self.run.ledger.opens.values()]
-        self.wanted = (*(f"runs step {key!r}" for key in self.run.steps.in_flight), *new_calls)
+        self.wanted = (*(f"runs step {key!r}" for key in self.run.steps_in_flight), *new_calls)
         raise Superseded
 
     async def commit(self, changes: Changes) -> Committed:

@@ -80,7 +80,7 @@ def _problem(row: TaskRow) -> str:
 def _in_ram(name: str, live: Live) -> str:
     if live.run is None:
         return f"{name} has no result: its replica has not begun to run it"
-    lines = [f"step {key!r} is under way" for key in live.run.steps.in_flight]
+    lines = [f"step {key!r} is under way" for key in live.run.steps_in_flight]
     lines += [classify.lines_of(driver) for driver in live.run.tracker.live]
     places = "".join(f"\n  - {line}" for line in lines)
     return (

@@ -130,7 +130,6 @@ class Executor:
             raise
         finally:
             runtime.lives.remove(live)
-            live.run = None  # they hold each other
 
     async def _execute(self, live: Live, *, is_last: bool) -> bool:
         host = self._host(live)

@@ -36,6 +36,9 @@ class Live(msgspec.Struct, eq=False):
     trigger: Delivery | None
     """The unacked message that brought the run here; None once it is acked, and only the lease looks after the run."""
     trigger_name: str
+    begun_s: float
+    renewed_s: float
+    """When its lease began to count, if it has one."""
     make_birth: Callable[[], Birth] | None = None
     """Makes what the row would be, while there is none: most tasks that never wait need none at all."""
     digest: bytes = b""
@@ -74,8 +77,6 @@ class Live(msgspec.Struct, eq=False):
     open_calls: set[CallId] = set()
     """Its calls and timers that are open, as far as this run was told."""
     run: Run | None = None
-    begun_s: float = msgspec.field(default_factory=time.monotonic)
-    renewed_s: float = msgspec.field(default_factory=time.monotonic)
     writing: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
     @property
@@ -136,6 +137,8 @@ def live_from_task(
         addresses=task.addresses,
         trigger=trigger,
         trigger_name=trigger_name or task.trigger or REQUEST_TRIGGER,
+        begun_s=time.monotonic(),
+        renewed_s=asked_s,
         caller=task.caller,
         epoch=task.epoch,
         checkpoint=task.checkpoint,
@@ -146,7 +149,6 @@ def live_from_task(
         age_s=(task.updated_at - task.created_at).total_seconds(),
         history=history,
         open_calls={call.call_id for call in history.open_calls},
-        renewed_s=asked_s,
     )
 
 

@@ -197,6 +197,7 @@ class Requests:
         self, delivery: Delivery, request: wire.Request, handler: Handler | None, *,
         task_id: TaskId, caller: Caller | None, make_birth: Callable[[], Birth],
     ) -> Live:  # fmt: skip
+        now_s = time.monotonic()
         return Live(
             task_id=task_id,
             handler=handler,
@@ -208,6 +209,8 @@ class Requests:
             addresses=(Address(request.reply_to, request.correlation_id),) if request.reply_to else (),
             trigger=delivery,
             trigger_name=REQUEST_TRIGGER,
+            begun_s=now_s,
+            renewed_s=now_s,
             make_birth=make_birth,
             digest=digest_with(request.digest, caller),
             caller=caller,

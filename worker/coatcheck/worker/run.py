@@ -17,7 +17,7 @@ takes the turns the first run took. A crash at any point leaves the rows as of t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -275,11 +275,13 @@ class Run:
         self.tracker.is_over = True
         self.tracker.owner = NOBODY
         self._root = self._steps = self._clocks = None
+        del self.host  # nothing is written any more; and a host may know whose run it is
 
     def _leave_behind(self) -> None:
         for driver in list(self.tracker.live):
             self._leave_branch(driver)
-        self.steps.leave_behind()
+        if self._steps is not None:
+            self._steps.leave_behind()
         self._wake()
 
     def _leave_branch(self, driver: Driver) -> None:
@@ -325,8 +327,13 @@ class Run:
         self._clocks.adopt(timeout, driver.scope)
 
     @property
+    def steps_in_flight(self) -> Mapping[str, asyncio.Task[None]]:
+        """The steps that run now, by key."""
+        return {} if self._steps is None else self._steps.in_flight
+
+    @property
     def steps(self) -> Steps:
-        """The steps in flight."""
+        """What runs the steps; made for the first one."""
         if self._steps is None:
             self._steps = Steps(
                 self.tracker.loop, before_first=self.host.before_first_effect, on_entry=self._on_entry,
