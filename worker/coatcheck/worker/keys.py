@@ -139,11 +139,15 @@ class Journal:
     __slots__ = ("_by_name", "_entries", "_unread", "last_seq")
 
     def __init__(self, history: History) -> None:
-        self._entries: dict[str, Entry] = {call.key: call for call in history.open_calls}
-        self._entries.update({entry.key: entry for entry in history.recorded})
-        self._unread: dict[str, None] = dict.fromkeys(self._entries)
+        self._entries: dict[str, Entry] = {}
         self._by_name: dict[tuple[str, str], list[str]] | None = None
-        self.last_seq = max([entry.seq for entry in history.recorded], default=0)
+        self.last_seq = 0
+        for call in history.open_calls:
+            self._entries[call.key] = call
+        for entry in history.recorded:
+            self._entries[entry.key] = entry
+            self.last_seq = max(self.last_seq, entry.seq)
+        self._unread: dict[str, None] = dict.fromkeys(self._entries)
 
     @property
     def is_all_read(self) -> bool:

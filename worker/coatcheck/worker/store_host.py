@@ -195,6 +195,8 @@ class StoreHost:
 
     async def send(self, opens: Sequence[NewCall], cancels: Sequence[Peer]) -> None:
         """Publish what a commit recorded. If the broker is away, the rows remember, and the trigger comes back."""
+        if not (opens or cancels):
+            return
         calls = [
             peer_of_new(
                 call, task_id=self._live.task_id, service=self._runtime.app.service, traceparent=self._live.traceparent
