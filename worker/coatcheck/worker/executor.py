@@ -79,6 +79,9 @@ class End(msgspec.Struct):
     traceback: str | None = None
     is_worth_a_row: bool | None = None
 
+    def __repr__(self) -> str:
+        return f"End({self.state})"  # its value is the users'
+
 
 class Executor:
     """Runs tasks that are this replica's to run."""
@@ -378,7 +381,7 @@ class Executor:
     async def _finish(self, live: Live, host: TaskHost, end: End) -> None:
         """Commit the end if there is a row or a reason for one, publish the final reply, ack."""
         live.is_settled = True
-        if live.writing.locked():
+        if live.is_being_written:
             async with live.writing:  # a detach that is under way makes the row; no other begins once we are settled
                 pass
         is_stored = host.recorder is not None and (live.has_row or self._is_worth_a_row(live, end))

@@ -77,7 +77,21 @@ class Live(msgspec.Struct, eq=False):
     open_calls: set[CallId] = set()
     """Its calls and timers that are open, as far as this run was told."""
     run: Run | None = None
-    writing: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock | None = None
+
+    def __repr__(self) -> str:
+        return f"Live({self.task_id}, epoch={self.epoch})"  # its request is the users'
+
+    @property
+    def writing(self) -> asyncio.Lock:
+        """Held by whoever writes for the run; made for the first who does."""
+        if self.lock is None:
+            self.lock = asyncio.Lock()
+        return self.lock
+
+    @property
+    def is_being_written(self) -> bool:
+        return self.lock is not None and self.lock.locked()
 
     @property
     def has_row(self) -> bool:

@@ -102,8 +102,11 @@ class Requests:
             is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or live.is_settled)
             await self._accept(delivery, make_birth(), is_redelivered=is_lost)
         else:
+            # No row knows it, as far as we can tell.
             fresh = self._fresh(delivery, request, handler, task_id=task_id, caller=caller, make_birth=make_birth)
-            await self._start(fresh)
+            is_ours = await self._executor.execute(fresh, is_resume=False)
+            if fresh.followers or not is_ours:
+                await self._pass_on(fresh, delivery, is_ours=is_ours)
 
     def _is_suspect(self, delivery: Delivery, handler: Handler | None) -> bool:
         """Whether the rows are asked before anything runs."""
@@ -174,14 +177,11 @@ class Requests:
             live.addresses = (*live.addresses, address)
         return True
 
-    async def _start(self, live: Live) -> None:
-        """Run a task that no row knows, as far as we can tell.
+    async def _pass_on(self, live: Live, origin: Delivery, *, is_ours: bool) -> None:
+        """Let the rows answer what the run has left: duplicates, and if somebody was first the request itself.
 
-        Somebody was first: the rows answer for it, to each copy of the request by itself, as each may have come from
-        somebody else.
+        To each copy of the request by itself, as each may have come from somebody else.
         """
-        origin = live.trigger
-        is_ours = await self._executor.execute(live, is_resume=False)
         left = live.followers if is_ours else [*live.deliveries(), *live.followers]
         try:
             for delivery in left:

@@ -44,6 +44,9 @@ class Slot(msgspec.Struct, eq=False):
     error: Exception | None = None
     wait: Wait | None = None
 
+    def __repr__(self) -> str:
+        return f"Slot({self.key!r})"  # its value is the users'
+
     def settle(self, recorded: Recorded) -> bool:
         assert self.wait is not None
         self.is_live = False

@@ -156,7 +156,7 @@ class SleepWork(RowWork[None]):
 class CallWork(RowWork[Any]):
     """A message to a peer and the wait for its reply, with as many tries as its policy allows."""
 
-    __slots__ = ("body", "handler", "hard", "idle", "peer", "retry", "returns")
+    __slots__ = ("body", "handler", "hard", "idle", "is_coatcheck_row", "peer", "retry", "returns")
 
     def __init__(
         self, run: Run, wanted: Wanted, *, peer: str, body: Any, handler: str | None,
@@ -170,10 +170,7 @@ class CallWork(RowWork[Any]):
         self.hard = hard
         self.retry = retry
         self.returns = returns
-
-    @property
-    def is_coatcheck_row(self) -> bool:  # type: ignore[override] # read only, as it is meant
-        return self.retry is None
+        self.is_coatcheck_row = retry is None
 
     def open_row(self, key: str, call_id: CallId) -> NewCall:
         return NewCall(
