@@ -213,7 +213,7 @@ class StoreHost:
             log.warning("calls_not_sent", error=str(error), call_count=len(calls))
             return
         self._runtime.marks.add(calls)
-        self._runtime.hints.give(delay for call in opens for delay in (call.idle, call.hard))
+        self._runtime.hints.give([delay for call in opens for delay in (call.idle, call.hard)])
 
     def progress(self, done: float | None, total: float | None, message: str | None) -> None:
         """Tell whoever asked; of several in a moment only the last leaves."""

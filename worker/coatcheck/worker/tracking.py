@@ -15,7 +15,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, ContextVar, copy_context
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, CoroutineType, FrameType, TracebackType
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -404,7 +404,7 @@ def make_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asy
 
 
 def _check_coroutine(coro: object) -> None:
-    if not asyncio.iscoroutine(coro):
+    if type(coro) is not CoroutineType and not asyncio.iscoroutine(coro):
         raise TypeError(f"a coroutine was expected, got {coro!r}")
 
 
