@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.store.batcher import Batcher
 from coatcheck.store.memory import MemoryStore, Tables, claims, puts
@@ -133,7 +135,7 @@ def a_fenced_run_answers_all_the_same() -> Sequence[Patch]:
             return await put(self, changes, end, **options)
         except Superseded:
             if isinstance(end, Finish) and self._live.is_fenced:
-                return PutDone(self._live.epoch, self._live.checkpoint, is_parked=False)
+                return PutDone(self._live.epoch, self._live.checkpoint, self._live.seen, is_parked=False)
             raise
 
     return [(StoreHost, "put", deaf)]
@@ -180,7 +182,8 @@ def a_wait_is_counted_in_a_second_transaction() -> Sequence[Patch]:
 
         def count(tables: Tables) -> Ruling:
             batch = claims._Batch(tables, self_lease)
-            index = batch.rule(ruling.verdict, ruling.task, name=ruling.name)
+            batch.rulings.append(ruling)
+            index = 0
             wake(batch, {arrival.call_id: (index, arrival, 0)})
             return batch.answer()[0]
 
@@ -210,7 +213,7 @@ def a_grant_has_no_lease() -> Sequence[Patch]:
     def careless(self: Any, task_id: TaskId, index: int, trigger: str) -> None:
         grant(self, task_id, index, trigger)
         row = self.tables.tasks[task_id]
-        self.tables.change(row, look_at=None, task=replace(row.task, due_at=None))
+        self.tables.change(row, look_at=None, task=structs.replace(row.task, due_at=None))
 
     return [(claims._Batch, "_grant", careless)]
 
@@ -312,8 +315,8 @@ def an_address_is_replaced_by_another_copys() -> Sequence[Patch]:
 
     async def careless(self: StoreHost, *args: Any, **options: Any) -> PutDone:
         done = await put(self, *args, **options)
-        if done.task is not None:
-            self._live.addresses = done.task.addresses
+        if done.addresses:
+            self._live.addresses = done.addresses
         return done
 
     return [(StoreHost, "put", careless)]

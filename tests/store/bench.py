@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 from uuid import UUID
 
 import asyncpg
+from msgspec.structs import asdict, replace
 
-from coatcheck.store import CallId, MemoryStore, Store, Tables, Task, TaskId
+from coatcheck.store import CallId, MemoryStore, Store, Tables, TaskId
 from coatcheck.store.memory.tables import CallRow, EntryRow, TaskRow
-from coatcheck.store.rows import NewCall, NewEntry
 
 Row = dict[str, Any]
 Rows = dict[str, dict[Any, Row]]
@@ -134,12 +133,8 @@ def _decoded(row: asyncpg.Record) -> Row:
     }
 
 
-def _columns(value: Task | NewCall | NewEntry) -> Row:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
 def _task_row(row: TaskRow) -> Row:
-    columns = _columns(row.task)
+    columns = asdict(row.task)
     columns["id"] = columns.pop("task_id")
     del columns["caller"]
     columns["caller_subject"] = row.task.caller and row.task.caller.subject
@@ -153,12 +148,12 @@ def _task_row(row: TaskRow) -> Row:
 
 
 def _call_row(row: CallRow) -> Row:
-    new = _columns(row.new)
+    new = asdict(row.new)
     columns = {name: getattr(row, name) for name in CallRow.__slots__ if name != "new"}
     columns |= {name: new[name] for name in ("key", "kind", "name", "digest", "peer", "body", "handler", "idle")}
     return columns | {"id": row.new.call_id, "headers": dict(row.new.headers)}
 
 
 def _journal_row(task_id: TaskId, row: EntryRow) -> Row:
-    columns = _columns(row.new) | {name: getattr(row, name) for name in EntryRow.__slots__ if name != "new"}
+    columns = asdict(row.new) | {name: getattr(row, name) for name in EntryRow.__slots__ if name != "new"}
     return columns | {"task_id": task_id}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.store.kit import DAY, MINUTE, birth
 
 from coatcheck.store import CallId, CallState, Kind, Tables, Task, TaskId, TaskState

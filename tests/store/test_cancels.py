@@ -1,8 +1,8 @@
 """Cancelling: first commit wins, and an unknown task gets a tombstone."""
 
 import asyncio
-from dataclasses import replace
 
+from msgspec.structs import replace
 from tests.store.kit import (
     CANCELLED,
     assert_sound,

@@ -8,9 +8,10 @@ import pytest
 from sqlalchemy import text
 from tests.store.kit import calls, new_id, ok, park
 
+from coatcheck import points
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
-from coatcheck.store.database import Database, StoreNotReady, parse_address
+from coatcheck.store.database import Database, LockTimeout, StoreNotReady, parse_address
 
 
 @pytest.fixture
@@ -122,6 +123,7 @@ def test_sslmode_is_understood_as_libpq_writes_it():
 
 async def _terminate(database: Database) -> None:
     async def work(connection):
+        await connection.begin()
         await connection.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
 
     await database.transact(work)
@@ -161,7 +163,8 @@ async def test_idle_backends_that_were_killed_cost_one_failure_at_most(store, sq
     assert (await store.claim(ok(one))).task is not None
 
 
-async def test_backend_killed_at_commit_leaves_a_doubt(database, sql):
+@pytest.mark.parametrize("begins", [True, False], ids=["transaction", "statement"])
+async def test_backend_killed_at_commit_leaves_a_doubt(database, sql, begins):
     """A deferred trigger kills the backend inside COMMIT: the client cannot know what became of it."""
     await sql.execute("""
         CREATE TABLE doubt (id integer);
@@ -171,6 +174,8 @@ async def test_backend_killed_at_commit_leaves_a_doubt(database, sql):
             FOR EACH ROW EXECUTE FUNCTION die()""")
 
     async def work(connection):
+        if begins:
+            await connection.begin()
         await connection.execute(text("INSERT INTO doubt VALUES (1)"))
 
     with pytest.raises(StoreUnavailable) as caught:
@@ -178,6 +183,41 @@ async def test_backend_killed_at_commit_leaves_a_doubt(database, sql):
 
     assert caught.value.is_in_doubt
     await sql.execute("DROP TABLE doubt; DROP FUNCTION die")
+
+
+async def test_backend_killed_while_it_reads_leaves_no_doubt(database):
+    with pytest.raises(StoreUnavailable) as caught:
+        await database.transact(lambda it: it.read(text("SELECT pg_terminate_backend(pg_backend_pid())")))
+
+    assert not caught.value.is_in_doubt
+
+
+async def test_statement_that_was_sent_back_leaves_no_doubt(database):
+    statement = text("DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '55P03'; END $$")
+
+    with pytest.raises(LockTimeout) as caught:
+        await database.transact(lambda it: it.execute(statement))
+
+    assert not caught.value.is_in_doubt
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["transaction", "statement"])
+async def test_every_commit_passes_its_points_once(database, begins):
+    reached = []
+    points.arm(reached.append)
+
+    async def work(connection):
+        if begins:
+            await connection.begin()
+        await connection.read(text("SELECT 1"))
+        await connection.execute(text("SELECT 1"))
+
+    try:
+        await database.transact(work)
+    finally:
+        points.arm(None)
+
+    assert reached == ["before_commit", "after_commit"]
 
 
 async def test_collision_is_tried_again(database):

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from msgspec import Struct, structs
 from tests.store.bench import MemoryBench, PostgresBench
 from tests.store.kit import DAY, MINUTE, check_rows
 from tests.store.making import LEASES, NOW, Maker
@@ -179,7 +180,7 @@ def _told(verb: str, answer: Any) -> str:
             return f"{verb} {verdict}"
         case PutDone(is_parked=True):
             return "put parked"
-        case PutDone(task=None):
+        case PutDone(epoch=1, checkpoint=1):
             return "put born"
         case _:
             return type(answer).__name__
@@ -200,7 +201,7 @@ def _compare(postgres: Any, memory: Any, where: str, *, shift: timedelta = NOW) 
     if isinstance(postgres, timedelta) and isinstance(memory, timedelta):
         assert abs(postgres - memory) < A_MOMENT, f"{where}: {postgres - memory} apart"
         return
-    if not (is_dataclass(postgres) or isinstance(postgres, dict | list | tuple | Rejected)):
+    if not (is_dataclass(postgres) or isinstance(postgres, Struct | dict | list | tuple | Rejected)):
         assert postgres == memory, f"{where}: {postgres!r} in Postgres, {memory!r} in memory"
         return
     assert type(postgres) is type(memory), f"{where}: {postgres!r} in Postgres, {memory!r} in memory"
@@ -214,6 +215,8 @@ def _parts(value: Any) -> dict[Any, Any]:
     """What a value is made of, by name; by id, where Postgres gives things in no order."""
     if isinstance(value, Rejected):
         return {}
+    if isinstance(value, Struct):
+        return structs.asdict(value)
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):

@@ -65,14 +65,14 @@ AT_REST = """
 def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple]]:
     """Everything the store executes, with its values."""
     found: list[tuple[str, tuple]] = []
-    execute = Connection.execute
+    fetch = Connection._fetch
 
-    async def noting(connection: Connection, statement: TextClause, values: Mapping[str, Any] = {}):
+    async def noting(connection: Connection, statement: TextClause, values: Mapping[str, Any]):
         sql, names = _compiled(statement)
         found.append((sql, tuple(values[name] for name in names)))
-        return await execute(connection, statement, values)
+        return await fetch(connection, statement, values)
 
-    monkeypatch.setattr(Connection, "execute", noting)
+    monkeypatch.setattr(Connection, "_fetch", noting)
     return found
 
 

@@ -1,10 +1,10 @@
 """What a run writes: fenced by epoch and checkpoint, repeatable, and never parked on a wait that is over."""
 
 import asyncio
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from msgspec.structs import replace
 from tests.store.kit import (
     MINUTE,
     again,

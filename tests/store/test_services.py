@@ -1,7 +1,6 @@
 """Services share the tables and nothing else: what comes on the queue of one cannot move a task of another."""
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from tests.store.bench import Bench
 from tests.store.kit import all_of, birth, call, cancel_of, end_lease, get, ok, park, start
 

@@ -1,10 +1,10 @@
 """Values that cannot be stored: whoever brings them fails alone, and nobody quotes them."""
 
 import asyncio
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from msgspec.structs import replace
 from tests.store.kit import (
     all_of,
     birth,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
+from msgspec.structs import replace
 from sqlalchemy import text
 
 from coatcheck.store.batcher import Busy
+from coatcheck.store.births import RESEND_AFTER_S
 from coatcheck.store.connection import Connection
 from coatcheck.store.database import columns, rows
-from coatcheck.store.puts import RESEND_AFTER_S, close_leftovers
 from coatcheck.store.records import PEER_COLUMNS, lock_tasks, peer_of
 from coatcheck.store.rows import CancelAsk, Kind, Peer, Ruling, Task, TaskId, TaskState, Unsent, Verdict
 
@@ -45,6 +44,18 @@ CANCEL = text("""
         AS u(id, value, keep_s, seq)
      WHERE t.id = u.id
 """)
+CLOSE_LEFTOVERS = text(f"""
+    UPDATE coatcheck.call c
+       SET state = 'closed', seq = leftover.seq, closed_at = clock_timestamp(), look_at = NULL
+      FROM (SELECT held.id, u.seq + row_number() OVER (PARTITION BY u.id ORDER BY held.id) AS seq
+              FROM (SELECT id, task_id FROM coatcheck.call
+                     WHERE task_id = ANY(CAST(:id AS uuid[])) AND state = 'open' AND kind <> 'send'
+                     ORDER BY id FOR UPDATE) AS held
+              JOIN unnest(CAST(:id AS uuid[]), CAST(:seq AS integer[])) AS u(id, seq) ON u.id = held.task_id
+           ) AS leftover, coatcheck.task t
+     WHERE c.id = leftover.id AND t.id = c.task_id
+    RETURNING {PEER_COLUMNS}
+""")
 CLOSED_CALLS = text(f"""
     SELECT {PEER_COLUMNS} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
      WHERE c.task_id = ANY(CAST(:ids AS uuid[])) AND c.state = 'closed'
@@ -55,6 +66,7 @@ async def cancel(connection: Connection, asks: Sequence[CancelAsk], waits: bool)
     """End unfinished tasks as cancelled. RECORDED: cancelled now; FINISHED: it had ended before; UNKNOWN: tombstone, or
     a task of another service, which is left alone.
     """
+    await connection.begin()
     targets = await _targets(connection, asks)
     asked = list(zip(targets, asks, strict=True))
     buried = await _bury(connection, _first(asked))
@@ -92,11 +104,9 @@ def _is_own(ask: CancelAsk, task: Task | None) -> bool:
 
 async def _bury(connection: Connection, asks: Mapping[TaskId, CancelAsk]) -> set[TaskId]:
     """Put a tombstone where there is no row."""
-    items: list[dict[str, Any]] = [
-        {"id": target, "service": ask.service, "value": ask.failure, "keep_s": ask.keep.total_seconds()}
-        for target, ask in asks.items()
-    ]
-    return {row.id for row in await rows(connection, INSERT_TOMBSTONES, **columns(items, *items[0]))}
+    items = [(target, ask.service, ask.failure, ask.keep.total_seconds()) for target, ask in asks.items()]
+    values = columns(("id", "service", "value", "keep_s"), items)
+    return {row.id for row in await connection.execute(INSERT_TOMBSTONES, values)}
 
 
 async def _end(
@@ -107,15 +117,13 @@ async def _end(
     if not ending:
         return cancels
     seqs = {task.task_id: task.seq for task in ending.values()}
-    for row in await close_leftovers(connection, dict(seqs)):
+    for row in await connection.execute(CLOSE_LEFTOVERS, {"id": list(seqs), "seq": list(seqs.values())}):
         seqs[row.task_id] += 1
         if row.kind == Kind.CALL:
             cancels[row.task_id].append(peer_of(row))
-    items: list[dict[str, Any]] = [
-        {"id": one, "value": asks[one].failure, "keep_s": asks[one].keep.total_seconds(), "seq": seqs[one]}
-        for one in ending
-    ]
-    await connection.execute(CANCEL, columns(items, *items[0]) | {"resend_after_s": RESEND_AFTER_S})
+    items = [(one, asks[one].failure, asks[one].keep.total_seconds(), seqs[one]) for one in ending]
+    values = columns(("id", "value", "keep_s", "seq"), items)
+    await connection.execute(CANCEL, values | {"resend_after_s": RESEND_AFTER_S})
     return cancels
 
 

@@ -1,8 +1,14 @@
 """Taking things up by row lock: replies, resumes and requests. Exactly one replica gets each.
 
-A claim is ONE transaction: lock the task, close the open call, store the value, count whether a group is met, wake.
-Counting happens under the task's lock and by rows, never by decrement; without the lock, two last replies that arrive
-together would each see the other's call open, and nobody would resume the task.
+A claim is two statements. The first reads the calls and how their tasks stand, without a lock; what to do is decided by
+that. The second does all of it: it locks each task, if it is still the very version of the row that was read (`xmin`
+that. The second does all of it: it locks each task, if it is still the version of the row that was read (`xmin` is
+the transaction that wrote it), locks the calls, closes them, stores the values, counts whether a group is met, wakes.
+all that was read still is so, and what the statement itself sees of the calls is too. Without a lock and a version from
+before the count, two last replies that arrive together would each see the other's call open, and nobody would resume
+the task. What is locked elsewhere or has changed is left out, and claimed in a lane of its own, which locks first.
+
+Counting is by rows, never by decrement: four replies of one task may come in one batch.
 
 What triggered a run is named in the row. A message that comes back (redelivered) and is that trigger takes the run
 over, because its holder is dead or has lost it; a plain duplicate never does.
@@ -10,20 +16,34 @@ over, because its holder is dead or has lost it; a plain duplicate never does.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, NamedTuple
 
+from msgspec.structs import replace
 from sqlalchemy import text
 
 from coatcheck.store.batcher import Busy
-from coatcheck.store.births import REQUEST_TRIGGER, insert_births, running
-from coatcheck.store.connection import Connection, Row
+from coatcheck.store.births import INSERT_BIRTHS, REQUEST_TRIGGER, birth_values, running
+from coatcheck.store.connection import Connection
 from coatcheck.store.database import columns, rows
-from coatcheck.store.records import Locked, addresses_json, load_histories, load_unsent, lock_tasks, to_json
+from coatcheck.store.records import (
+    HISTORY_OF_TASK,
+    TASK_COLUMNS,
+    TASK_STATES,
+    addresses_json,
+    history_of,
+    load_unsent,
+    lock_tasks,
+    read_tasks,
+    task_of,
+    to_json,
+)
 from coatcheck.store.rows import (
     Arrival,
+    Birth,
     CallId,
     CallState,
     Kind,
@@ -32,72 +52,131 @@ from coatcheck.store.rows import (
     Task,
     TaskId,
     TaskState,
-    Unsent,
     Verdict,
     Wake,
 )
 
-TASKS_OF_CALLS = text("SELECT id, task_id FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[]))")
-LOCK_CALLS = text("""
-    SELECT id, task_id, kind, peer, state, due_at <= clock_timestamp() AS is_due
-      FROM coatcheck.call
-     WHERE id = ANY(CAST(:ids AS uuid[])) AND task_id = ANY(CAST(:task_ids AS uuid[])) ORDER BY id FOR UPDATE
+LOCK_OWNERS = text("""
+    SELECT FROM coatcheck.task
+     WHERE id IN (SELECT task_id FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[]))) ORDER BY id FOR UPDATE
 """)
-LOCK_FREE_CALLS = text(f"{LOCK_CALLS.text} SKIP LOCKED")
-CLOSE = text("""
-    UPDATE coatcheck.call c
-       SET state = u.state, seq = u.seq, value = u.value, closed_at = clock_timestamp(), is_sent = true, look_at = NULL
-      FROM unnest(CAST(:id AS uuid[]), CAST(:state AS text[]), CAST(:seq AS integer[]), CAST(:value AS bytea[]))
-        AS u(id, state, seq, value)
-     WHERE c.id = u.id
+LOCK_CALLS = text("SELECT FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[])) ORDER BY id FOR UPDATE")
+CALLED = text("""
+    SELECT c.id, c.task_id, c.kind, c.peer, c.state, c.due_at <= clock_timestamp(), t.xmin, t.service, t.state, t.seq,
+           t.trigger
+      FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
+     WHERE c.id = ANY(CAST(:ids AS uuid[]))
 """)
-PROGRESS = text("""
-    UPDATE coatcheck.call c
-       SET progress = u.progress::jsonb, is_sent = true,
-           due_at = least(clock_timestamp() + c.idle, c.hard_due_at),
-           look_at = least(clock_timestamp() + c.idle, c.hard_due_at)
-      FROM unnest(CAST(:id AS uuid[]), CAST(:progress AS text[])) AS u(id, progress)
-     WHERE c.id = u.id AND c.state = 'open'
+# All of a task's replies are written, or none: the one that would be left out may be the one that is to run the task.
+# No two of the lists here are joined: the planner takes each for a row or ten, and would go through one for every row
+# of the other. An IN that is no plain condition looks up in a hash.
+# A progress (`state` NULL) locks its call too, and may move the due time of one whose timeout was read to be due.
+WRITE = text(f"""
+    WITH held AS MATERIALIZED (
+        SELECT u.*, t.state, t.wait_calls, t.wait_groups, t.wait_needs
+          FROM unnest(CAST(:id AS uuid[]), CAST(:version AS xid[]), CAST(:seq AS integer[]), CAST(:trigger AS text[]),
+                      CAST(:takes_over AS boolean[]), CAST(:call_count AS integer[]))
+            AS u(id, version, seq, trigger, takes_over, call_count)
+          JOIN coatcheck.task t ON t.id = u.id
+         WHERE t.xmin = u.version ORDER BY t.id FOR UPDATE OF t SKIP LOCKED),
+    held_call AS MATERIALIZED (
+        SELECT u.*
+          FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_task_id AS uuid[]), CAST(:c_state AS text[]),
+                      CAST(:c_seq AS integer[]), CAST(:c_value AS bytea[]), CAST(:c_progress AS text[]))
+            AS u(id, task_id, state, seq, value, progress)
+          JOIN coatcheck.call c ON c.id = u.id
+         WHERE u.task_id IN (SELECT id FROM held) AND c.state = 'open'
+           AND (u.state IS DISTINCT FROM 'timed_out' OR c.due_at <= clock_timestamp())
+         ORDER BY c.id FOR UPDATE OF c SKIP LOCKED),
+    ready AS MATERIALIZED (
+        SELECT * FROM held
+         WHERE call_count = 0 OR (id, call_count) IN (SELECT task_id, count(*) FROM held_call GROUP BY task_id)),
+    closed AS (
+        UPDATE coatcheck.call c
+           SET state = u.state, seq = u.seq, value = u.value, closed_at = clock_timestamp(), is_sent = true,
+               look_at = NULL
+          FROM held_call AS u WHERE c.id = u.id AND u.state IS NOT NULL
+           AND (u.task_id IN (SELECT id FROM ready)) IS TRUE),
+    progressed AS (
+        UPDATE coatcheck.call c
+           SET progress = u.progress::jsonb, is_sent = true,
+               due_at = least(clock_timestamp() + c.idle, c.hard_due_at),
+               look_at = least(clock_timestamp() + c.idle, c.hard_due_at)
+          FROM held_call AS u WHERE c.id = u.id AND u.state IS NULL
+           AND (u.task_id IN (SELECT id FROM ready)) IS TRUE),
+    met AS MATERIALIZED (
+        SELECT DISTINCT id FROM (
+            SELECT r.id, r.wait_needs[w.number] AS need,
+                   count(*) FILTER (WHERE c.state = 'ok'
+                                       OR c.id IN (SELECT id FROM held_call WHERE state = 'ok')) AS ok,
+                   count(*) FILTER (WHERE c.state = 'open'
+                                      AND c.id NOT IN (SELECT id FROM held_call WHERE state IS NOT NULL)) AS still_open
+              FROM ready AS r CROSS JOIN unnest(r.wait_calls, r.wait_groups) AS w(call_id, number)
+              JOIN coatcheck.call c ON c.id = w.call_id
+             WHERE r.state = 'parked' AND r.trigger IS NOT NULL
+             GROUP BY r.id, w.number, r.wait_needs[w.number]) AS counted
+         WHERE CASE WHEN need IS NULL THEN still_open = 0 ELSE ok >= need OR ok + still_open < need END),
+    recorded AS (
+        UPDATE coatcheck.task t SET seq = r.seq, updated_at = clock_timestamp()
+          FROM ready AS r
+         WHERE t.id = r.id AND r.seq IS NOT NULL AND NOT r.takes_over AND r.id NOT IN (SELECT id FROM met)),
+    granted AS (
+        UPDATE coatcheck.task t
+           SET state = 'running', epoch = t.epoch + 1, trigger = r.trigger, seq = coalesce(r.seq, t.seq),
+               pickups = t.pickups + 1, wait_calls = NULL, wait_groups = NULL, wait_needs = NULL,
+               updated_at = clock_timestamp(),
+               due_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
+               look_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s'
+          FROM ready AS r
+         WHERE t.id = r.id AND (r.takes_over OR r.id IN (SELECT id FROM met))
+        RETURNING {TASK_COLUMNS})
+    SELECT t.id, {HISTORY_OF_TASK}, ROW(t.*) FROM granted AS t
+     UNION ALL
+    SELECT id, NULL, NULL FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
 """)
-MET = text("""
-    SELECT DISTINCT counted.id FROM (
-        SELECT t.id, t.wait_needs[w.number] AS need,
-               count(*) FILTER (WHERE c.state = 'ok') AS ok, count(*) FILTER (WHERE c.state = 'open') AS still_open
-          FROM coatcheck.task t, unnest(t.wait_calls, t.wait_groups) AS w(call_id, number), coatcheck.call c
-         WHERE t.id = ANY(CAST(:ids AS uuid[])) AND c.id = w.call_id
-         GROUP BY t.id, w.number, t.wait_needs[w.number]) AS counted
-     WHERE CASE WHEN need IS NULL THEN still_open = 0 ELSE ok >= need OR ok + still_open < need END
-""")
-RECORD = text("""
-    UPDATE coatcheck.task t SET seq = u.seq, updated_at = clock_timestamp()
-      FROM unnest(CAST(:id AS uuid[]), CAST(:seq AS integer[])) AS u(id, seq) WHERE t.id = u.id
-""")
-GRANT = text("""
-    UPDATE coatcheck.task t
-       SET state = 'running', epoch = t.epoch + 1, trigger = u.trigger, seq = u.seq, pickups = t.pickups + 1,
-           wait_calls = NULL, wait_groups = NULL, wait_needs = NULL, updated_at = clock_timestamp(),
-           due_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
-           look_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s'
-      FROM unnest(CAST(:id AS uuid[]), CAST(:trigger AS text[]), CAST(:seq AS integer[])) AS u(id, trigger, seq)
-     WHERE t.id = u.id
-""")
+TASK_NAMES = ("id", "version", "seq", "trigger", "takes_over", "call_count")
+CALL_NAMES = ("c_id", "c_task_id", "c_state", "c_seq", "c_value", "c_progress")
+CREATE = text(f"{INSERT_BIRTHS.replace('coatcheck.task (', 'coatcheck.task AS t (')} RETURNING {TASK_COLUMNS}")
 ADDRESSES = text("""
     UPDATE coatcheck.task t SET addresses = u.addresses::jsonb
       FROM unnest(CAST(:id AS uuid[]), CAST(:addresses AS text[])) AS u(id, addresses) WHERE t.id = u.id
 """)
 
+Version = int
+
+
+class _Called(NamedTuple):
+    """A call, and how its task stands: in the order of the columns of CALLED."""
+
+    call_id: CallId
+    task_id: TaskId
+    kind: str
+    peer: str
+    state: str
+    is_due: bool | None
+    version: Version
+    service: str
+    task_state: str
+    seq: int
+    trigger: str | None
+
 
 @dataclass(slots=True)
 class _Batch:
-    """What a transaction decided, before it writes."""
+    """What is decided, before it is written. A grant is (index of the arrival, trigger)."""
 
-    seq: dict[TaskId, int] = field(default_factory=dict)
-    grants: dict[TaskId, tuple[int, str]] = field(default_factory=dict)  # task → (index of the arrival, trigger)
-    look_again: dict[int, Task] = field(default_factory=dict)  # redelivered: find what is unsent
+    versions: dict[TaskId, Version] = field(default_factory=dict)
+    seqs: dict[TaskId, int] = field(default_factory=dict)
+    calls: dict[CallId, tuple[CallId, TaskId, CallState | None, int | None, bytes, str | None]] = field(
+        default_factory=dict
+    )
+    grants: dict[TaskId, tuple[int, str]] = field(default_factory=dict)
+    perhaps: dict[TaskId, tuple[int, str]] = field(default_factory=dict)  # parked: if a group is met
+    came_back: dict[int, TaskId] = field(default_factory=dict)  # find what is unsent
 
-    def next_seq(self, task: Task) -> int:
-        self.seq[task.task_id] = self.seq.get(task.task_id, task.seq) + 1
-        return self.seq[task.task_id]
+    def next_seq(self, call: _Called) -> int:
+        seq = self.seqs[call.task_id] = self.seqs.get(call.task_id, call.seq) + 1
+        return seq
 
 
 Rulings = dict[int, Ruling | Busy]
@@ -107,98 +186,43 @@ async def claim(
     connection: Connection, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta
 ) -> Sequence[Ruling | Busy]:
     """Apply replies, progress and timeouts; grant the tasks whose wait they end."""
-    owners = {row.id: row.task_id for row in await rows(connection, TASKS_OF_CALLS, ids=_ids(arrivals))}
-    locked = await lock_tasks(connection, owners.values(), waits=waits)
-    calls = {row.id: row for row in await _lock_calls(connection, arrivals, locked, waits=waits)}
+    ids = [arrival.call_id for arrival in arrivals]
+    if waits:
+        await connection.begin()
+        await rows(connection, LOCK_OWNERS, ids=ids)
+        await rows(connection, LOCK_CALLS, ids=ids)
+    found = {row[0]: _Called._make(row) for row in await rows(connection, CALLED, ids=ids)}
     batch, rulings = _Batch(), Rulings()
-    closing: dict[CallId, tuple[int, Arrival, int]] = {}
-    progress: dict[CallId, Arrival] = {}
     for index, arrival in enumerate(arrivals):
-        task_id = owners.get(arrival.call_id)
-        if task_id is None:
-            rulings[index] = Ruling(Verdict.UNKNOWN)
-        elif arrival.call_id not in calls:
-            rulings[index] = Busy(task_id)  # its task or, by a sweeper, its call is locked; or retention just took it
-        elif _is_foreign(arrival, locked.tasks[task_id]):
-            rulings[index] = Ruling(Verdict.UNKNOWN)
+        call = found.get(arrival.call_id)
+        if call is None or arrival.service not in ("", call.service):
+            rulings[index] = Ruling(Verdict.UNKNOWN)  # of another service, its code could not run the task
         else:
-            call, task = calls[arrival.call_id], locked.tasks[task_id]
-            verdict = _judge(arrival, call, is_closing=arrival.call_id in closing)
-            rulings[index] = Ruling(verdict, task, name=call.peer)
-            if verdict is Verdict.RECORDED and arrival.state is None:
-                progress[arrival.call_id] = arrival
-            elif verdict is Verdict.RECORDED:
-                closing[arrival.call_id] = (index, arrival, batch.next_seq(task))
-            elif arrival.is_redelivered:
-                _take_over(batch, index, task, trigger=str(arrival.call_id))
-    await _close(connection, calls, closing)
-    if progress:
-        values = [to_json(one.progress or {}) for one in progress.values()]
-        await connection.execute(PROGRESS, {"id": list(progress), "progress": values})
-    await _wake(connection, batch, locked, [(owners[call], index, call) for call, (index, _, _) in closing.items()])
-    return await _answer(connection, batch, locked, rulings, lease)
+            rulings[index] = _rule(batch, index, arrival, call)
+    return await _answer(connection, batch, rulings, lease)
 
 
-async def resume(
-    connection: Connection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta
-) -> Sequence[Ruling | Busy]:
-    """Grant tasks whose lease or retry time is over, if they still stand at the epoch the message names."""
-    locked = await lock_tasks(connection, (one.task_id for one in wakes), waits=waits)
-    batch, rulings = _Batch(), Rulings()
-    for index, one in enumerate(wakes):
-        task = locked.tasks.get(one.task_id)
-        trigger = f"resume:{one.epoch}"
-        if one.task_id in locked.busy:
-            rulings[index] = Busy(one.task_id)
-        elif task is None or _is_foreign(one, task):
-            rulings[index] = Ruling(Verdict.UNKNOWN)
-        elif task.state in (TaskState.RUNNING, TaskState.RETRYING, TaskState.HELD) and task.epoch == one.epoch:
-            is_over = one.task_id in locked.due and one.task_id not in batch.grants
-            rulings[index] = Ruling(Verdict.RECORDED if is_over else Verdict.EARLY, task)
-            if is_over:
-                batch.grants[one.task_id] = (index, trigger)
-        else:
-            rulings[index] = Ruling(Verdict.FINISHED if task.state.is_final else Verdict.DUPLICATE, task)
-            if one.is_redelivered:
-                _take_over(batch, index, task, trigger=trigger)
-    return await _answer(connection, batch, locked, rulings, lease)
+def _rule(batch: _Batch, index: int, arrival: Arrival, call: _Called) -> Ruling:
+    call_id, task_id = call.call_id, call.task_id
+    before = batch.calls.get(call_id)
+    verdict = Verdict.DUPLICATE if before is not None and before[2] is not None else _judge(arrival, call)
+    if verdict is Verdict.RECORDED and arrival.state is None:
+        batch.versions[task_id] = call.version
+        batch.calls[call_id] = (call_id, task_id, None, None, b"", to_json(arrival.progress or {}))
+    elif verdict is Verdict.RECORDED:
+        batch.versions[task_id] = call.version
+        # A timer that is due has simply rung.
+        state = CallState.OK if call.kind == Kind.TIMER else arrival.state
+        batch.calls[call_id] = (call_id, task_id, state, batch.next_seq(call), arrival.value, None)
+        if call.task_state == TaskState.PARKED:
+            batch.perhaps[task_id] = (index, str(call_id))
+    elif arrival.is_redelivered:
+        is_mine = call.task_state == TaskState.RUNNING and call.trigger == str(call_id)
+        _take_over(batch, index, task_id, call.version, trigger=str(call_id) if is_mine else None)
+    return Ruling(verdict, name=call.peer, task_id=task_id, state=TASK_STATES[call.task_state])
 
 
-async def accept(
-    connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
-) -> Sequence[Ruling | Busy]:
-    """Give each request its task: a new row is granted, an old one answers for itself."""
-    standing = running(lease.total_seconds(), pickups=1)
-    born = await insert_births(connection, [(one.birth, standing) for one in requests])
-    locked = await lock_tasks(connection, (one.birth.task_id for one in requests), waits=waits)
-    batch, rulings = _Batch(), Rulings()
-    joining: dict[TaskId, Task] = {}
-    for index, one in enumerate(requests):
-        task_id, task = one.birth.task_id, locked.tasks.get(one.birth.task_id)
-        if task is None:
-            rulings[index] = Busy(task_id)
-        elif task_id in born:
-            born.discard(task_id)  # a second copy in this batch is a duplicate of the first
-            rulings[index] = Ruling(Verdict.GRANTED, task)
-        else:
-            rulings[index] = _judge_request(batch, index, one, joining.get(task_id, task))
-            task = _joined(one, joining.get(task_id, task))
-            if task is not None:
-                joining[task_id] = task
-    if joining:
-        values = [addresses_json(task.addresses) for task in joining.values()]
-        await connection.execute(ADDRESSES, {"id": list(joining), "addresses": values})
-    return await _answer(connection, batch, locked, rulings, lease)
-
-
-def _is_foreign(arrived: Arrival | Wake, task: Task) -> bool:
-    """Tell whether it came on the queue of another service than the task's: whose code could not run the task."""
-    return arrived.service not in ("", task.service)
-
-
-def _judge(arrival: Arrival, call: Row, *, is_closing: bool) -> Verdict:
-    if is_closing:
-        return Verdict.DUPLICATE
+def _judge(arrival: Arrival, call: _Called) -> Verdict:
     if call.kind == Kind.SEND:
         return Verdict.LATE  # nobody ever waited for it, and its place in the order must not move
     if call.state != CallState.OPEN:
@@ -209,11 +233,98 @@ def _judge(arrival: Arrival, call: Row, *, is_closing: bool) -> Verdict:
     return Verdict.RECORDED
 
 
-def _judge_request(batch: _Batch, index: int, one: Request, task: Task) -> Ruling:
+def _take_over(batch: _Batch, index: int, task_id: TaskId, version: Version, *, trigger: str | None) -> None:
+    """A message came back: first its task's unsent things are sent, then it takes the run over if it triggered it."""
+    batch.came_back[index] = task_id
+    if trigger is not None and task_id not in batch.grants:
+        batch.versions[task_id] = version
+        batch.grants[task_id] = (index, trigger)
+
+
+async def resume(
+    connection: Connection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta
+) -> Sequence[Ruling | Busy]:
+    """Grant tasks whose lease or retry time is over, if they still stand at the epoch the message names."""
+    ids = [one.task_id for one in wakes]
+    if waits:
+        await connection.begin()
+    found = await read_tasks(connection, ids, locks=waits)
+    batch, rulings = _Batch(), Rulings()
+    for index, one in enumerate(wakes):
+        task, trigger = found.tasks.get(one.task_id), f"resume:{one.epoch}"
+        if task is None or one.service not in ("", task.service):
+            rulings[index] = Ruling(Verdict.UNKNOWN)
+        elif task.state in (TaskState.RUNNING, TaskState.RETRYING, TaskState.HELD) and task.epoch == one.epoch:
+            is_over = one.task_id in found.due and one.task_id not in batch.grants
+            rulings[index] = Ruling(Verdict.RECORDED if is_over else Verdict.EARLY, task)
+            if is_over:
+                batch.versions[one.task_id] = found.versions[one.task_id]
+                batch.grants[one.task_id] = (index, trigger)
+        else:
+            rulings[index] = Ruling(Verdict.FINISHED if task.state.is_final else Verdict.DUPLICATE, task)
+            if one.is_redelivered:
+                _take_task_over(batch, index, task, found.versions[task.task_id], trigger=trigger)
+    return await _answer(connection, batch, rulings, lease)
+
+
+def _take_task_over(batch: _Batch, index: int, task: Task, version: Version, *, trigger: str) -> None:
+    is_mine = task.state is TaskState.RUNNING and task.trigger == trigger
+    _take_over(batch, index, task.task_id, version, trigger=trigger if is_mine else None)
+
+
+async def create(
+    connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
+) -> Sequence[Ruling | None]:
+    """Give each request a new row, and grant it. None: there is one already, or it was made for an earlier copy."""
+    born = await _insert(connection, requests, lease)
+    return [
+        None if (task := born.pop(one.birth.task_id, None)) is None else Ruling(Verdict.GRANTED, task)
+        for one in requests
+    ]
+
+
+async def _insert(connection: Connection, requests: Sequence[Request], lease: timedelta) -> dict[TaskId, Task]:
+    unique: dict[TaskId, Birth] = {}
+    for one in requests:
+        unique.setdefault(one.birth.task_id, one.birth)  # the first copy of a request is the one that is granted
+    standings = [running(lease.total_seconds())] * len(unique)
+    values = birth_values(unique.values(), standings, checkpoint=0, pickups=1)
+    return {row[0]: task_of(row) for row in await connection.execute(CREATE, values)}
+
+
+async def accept(
+    connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
+) -> Sequence[Ruling | Busy]:
+    """Give each request its task: a new row is granted, an old one answers for itself."""
+    await connection.begin()
+    born = await _insert(connection, requests, lease)
+    locked = await lock_tasks(connection, (one.birth.task_id for one in requests), waits=waits)
+    batch, rulings = _Batch(), Rulings()
+    joining: dict[TaskId, Task] = {}
+    for index, one in enumerate(requests):
+        task_id, task = one.birth.task_id, locked.tasks.get(one.birth.task_id)
+        if task is None:
+            rulings[index] = Busy(task_id)
+        elif born.pop(task_id, None) is not None:  # a second copy in this batch is a duplicate of the first
+            rulings[index] = Ruling(Verdict.GRANTED, task)
+        else:
+            task = joining.get(task_id, task)
+            rulings[index] = _judge_request(batch, index, one, task, locked.versions[task_id])
+            joined = _joined(one, task)
+            if joined is not None:
+                joining[task_id] = joined
+    answer = await _answer(connection, batch, rulings, lease)
+    if joining:
+        values = [addresses_json(task.addresses) for task in joining.values()]
+        await connection.execute(ADDRESSES, {"id": list(joining), "addresses": values})
+    return answer
+
+
+def _judge_request(batch: _Batch, index: int, one: Request, task: Task, version: Version) -> Ruling:
     if task.digest != one.birth.digest and task.request:
         return Ruling(Verdict.CONFLICT, task)
     if one.is_redelivered:
-        _take_over(batch, index, task, trigger=REQUEST_TRIGGER)
+        _take_task_over(batch, index, task, version, trigger=REQUEST_TRIGGER)
     return Ruling(Verdict.FINISHED if task.state.is_final else Verdict.DUPLICATE, task)
 
 
@@ -226,88 +337,70 @@ def _joined(one: Request, task: Task) -> Task | None:
     return replace(task, addresses=(*task.addresses, address))
 
 
-def _take_over(batch: _Batch, index: int, task: Task, *, trigger: str) -> None:
-    """A message came back: first its task's unsent things are sent, then it takes the run over if it triggered it."""
-    batch.look_again[index] = task
-    is_mine = task.state is TaskState.RUNNING and task.trigger == trigger
-    if is_mine and task.task_id not in batch.grants:
-        batch.grants[task.task_id] = (index, trigger)
-
-
-async def _lock_calls(
-    connection: Connection, arrivals: Sequence[Arrival], locked: Locked, *, waits: bool
-) -> Iterable[Row]:
-    if not locked.tasks:
-        return ()
-    statement = LOCK_CALLS if waits else LOCK_FREE_CALLS
-    return await rows(connection, statement, ids=_ids(arrivals), task_ids=sorted(locked.tasks))
-
-
-async def _close(
-    connection: Connection, calls: dict[CallId, Row], closing: dict[CallId, tuple[int, Arrival, int]]
-) -> None:
-    items = [
-        {"id": call_id, "state": _end_state(arrival, calls[call_id]), "seq": seq, "value": arrival.value}
-        for call_id, (_, arrival, seq) in closing.items()
-    ]
-    if items:
-        await connection.execute(CLOSE, columns(items, *items[0]))
-
-
-def _end_state(arrival: Arrival, call: Row) -> CallState:
-    """A timer that is due has simply rung."""
-    assert arrival.state is not None
-    return CallState.OK if call.kind == Kind.TIMER else arrival.state
-
-
-async def _wake(
-    connection: Connection, batch: _Batch, locked: Locked, closed: Collection[tuple[TaskId, int, CallId]]
-) -> None:
-    """Grant each parked task whose wait is over to the last of the replies that ended it."""
-    last = {task_id: (index, str(call)) for task_id, index, call in closed}
-    parked = sorted(task_id for task_id in last if locked.tasks[task_id].state is TaskState.PARKED)
-    if parked:
-        for row in await rows(connection, MET, ids=parked):
-            batch.grants[row.id] = last[row.id]
-
-
-async def _answer(
-    connection: Connection, batch: _Batch, locked: Locked, rulings: Rulings, lease: timedelta
-) -> Sequence[Ruling | Busy]:
-    """Write the grants and sequence numbers, load what the granted runs need, and put the rulings in order."""
-    recorded = {task_id: seq for task_id, seq in batch.seq.items() if task_id not in batch.grants}
-    if recorded:
-        await connection.execute(RECORD, {"id": list(recorded), "seq": list(recorded.values())})
-    if batch.grants:
-        items = [
-            {"id": task_id, "trigger": trigger, "seq": batch.seq.get(task_id, locked.tasks[task_id].seq)}
-            for task_id, (_, trigger) in batch.grants.items()
-        ]
-        await connection.execute(GRANT, columns(items, *items[0]) | {"lease_s": lease.total_seconds()})
-    histories = await load_histories(connection, batch.grants.keys())
-    unsent = await load_unsent(connection, list({one.task_id: one for one in batch.look_again.values()}.values()))
-    for task_id, (index, trigger) in batch.grants.items():
-        task = locked.tasks[task_id]
-        granted = replace(
-            task,
-            state=TaskState.RUNNING,
-            epoch=task.epoch + 1,
-            pickups=task.pickups + 1,
-            trigger=trigger,
-            seq=batch.seq.get(task_id, task.seq),
-        )
-        ruling = rulings[index]
-        assert isinstance(ruling, Ruling)
-        rulings[index] = replace(ruling, verdict=Verdict.GRANTED, task=granted, history=histories[task_id])
-    by_task: dict[int, Unsent] = defaultdict(Unsent) | {
-        index: unsent[task.task_id] for index, task in batch.look_again.items()
-    }
-    for index, found in by_task.items():
-        ruling = rulings[index]
-        if isinstance(ruling, Ruling):
-            rulings[index] = replace(ruling, unsent=found)
+async def _answer(connection: Connection, batch: _Batch, rulings: Rulings, lease: timedelta) -> Sequence[Ruling | Busy]:
+    """Write what was decided, tell the granted runs what they need, and put the rulings in order."""
+    written = await _write(connection, batch, lease)
+    if len(written) < len(batch.versions):
+        _leave(rulings, batch.versions.keys() - written.keys())
+    for task_id, (known, row) in written.items():
+        if known is not None:
+            index, _ = batch.grants.get(task_id) or batch.perhaps[task_id]
+            ruling = rulings[index]
+            assert isinstance(ruling, Ruling)
+            history = history_of(_with_what_closed(known, batch))
+            rulings[index] = replace(ruling, verdict=Verdict.GRANTED, task=task_of(row), history=history)
+    if batch.came_back:
+        await _find_unsent(connection, batch, rulings)
     return [rulings[index] for index in range(len(rulings))]
 
 
-def _ids(arrivals: Sequence[Arrival]) -> list[CallId]:
-    return sorted({arrival.call_id for arrival in arrivals})
+async def _write(
+    connection: Connection, batch: _Batch, lease: timedelta
+) -> Mapping[TaskId, tuple[Sequence[Any] | None, Any]]:
+    """Give the tasks that are written; with what is known of it and its row, each that is granted."""
+    if not batch.versions:
+        return {}
+    call_counts = Counter([task_id for _, task_id, *_ in batch.calls.values()])
+    tasks = []
+    for task_id, version in batch.versions.items():
+        is_taken_over = task_id in batch.grants
+        _, trigger = batch.grants[task_id] if is_taken_over else batch.perhaps.get(task_id, (0, None))
+        tasks.append((task_id, version, batch.seqs.get(task_id), trigger, is_taken_over, call_counts[task_id]))
+    values = columns(TASK_NAMES, tasks) | columns(CALL_NAMES, list(batch.calls.values()))
+    found = await connection.execute(WRITE, values | {"lease_s": lease.total_seconds()})
+    return {task_id: (known, row) for task_id, known, row in found}
+
+
+def _leave(rulings: Rulings, busy: Iterable[TaskId]) -> None:
+    """Whatever arrived for a task that could not be written waits for it, in a lane."""
+    for index, ruling in rulings.items():
+        if isinstance(ruling, Ruling):
+            task_id = ruling.task_id if ruling.task is None else ruling.task.task_id
+            if task_id in busy:
+                rulings[index] = Busy(task_id)
+
+
+def _with_what_closed(known: Sequence[Any], batch: _Batch) -> Iterable[Sequence[Any]]:
+    """The statement that closed calls read them as they were before."""
+    for row in known:
+        *about, _, _, _, call_id, due_at = row
+        closed = batch.calls.get(call_id)
+        if closed is None or closed[2] is None:
+            yield row
+        else:
+            _, _, state, seq, value, _ = closed
+            yield (*about, seq, state, value, call_id, due_at)
+
+
+async def _find_unsent(connection: Connection, batch: _Batch, rulings: Rulings) -> None:
+    """Look up what the tasks of redelivered messages have perhaps never sent. A claim has not read their rows yet."""
+    came_back = {index: one for index in batch.came_back if isinstance(one := rulings[index], Ruling)}
+    tasks = {ruling.task.task_id: ruling.task for ruling in came_back.values() if ruling.task is not None}
+    missing = [task_id for index in came_back if (task_id := batch.came_back[index]) not in tasks]
+    if missing:
+        tasks |= (await read_tasks(connection, missing, locks=False)).tasks
+    unsent = await load_unsent(connection, tasks.values())
+    for index, ruling in came_back.items():
+        task = tasks.get(batch.came_back[index])
+        if task is not None:
+            rulings[index] = replace(ruling, task=ruling.task or task, unsent=unsent[task.task_id])

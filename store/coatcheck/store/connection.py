@@ -1,13 +1,16 @@
-"""A transaction on the driver's own connection.
+"""A connection for one operation, which is a single statement or a transaction of several.
 
 SQLAlchemy keeps the pool, the statements and the migrations. Executing goes past it: to send one statement of one row
-takes it 150 µs of CPU and asyncpg 20, and a checkpoint is eight of them.
+takes it 150 µs of CPU and asyncpg 20.
+
+A round trip is most of what a small operation costs. So a statement that does all of its work at once is sent without
+BEGIN and COMMIT; an operation that must look between two of its statements says `begin` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import asyncpg
@@ -15,6 +18,8 @@ from sqlalchemy import Connection as CoreConnection
 from sqlalchemy import TextClause
 from sqlalchemy.dialects.postgresql import asyncpg as dialects
 from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coatcheck.points import reach
 
 T = TypeVar("T")
 
@@ -25,8 +30,18 @@ DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Internal
 """All that asyncpg raises of its own; a socket that fails is an OSError."""
 
 
+_DEAD = (
+    OSError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.OperatorInterventionError,
+)
+"""What a connection says whose other end is gone, or is going."""
+
+
 class Row(asyncpg.Record):  # type: ignore[misc]  # asyncpg has no types
-    """A row whose columns are attributes."""
+    """A row whose columns are attributes too. What reads many of them unpacks them in their order."""
 
     __slots__ = ()
 
@@ -38,26 +53,75 @@ class Row(asyncpg.Record):  # type: ignore[misc]  # asyncpg has no types
 
 
 class Connection:
-    """A transaction, from `begin` to `commit` or `abandon`."""
+    """What an operation sends its statements through.
 
-    def __init__(self, pooled: AsyncConnection, driver: Any) -> None:
+    `may_have_committed` tells whether a failure leaves a doubt: true from the moment something was sent that commits.
+    """
+
+    def __init__(self, pooled: AsyncConnection) -> None:
         self._pooled = pooled
-        self._driver = driver
+        self._driver: Any = None
         self._transaction: Any = None
+        self._is_used = False
+        self.may_have_committed = False
+
+    async def open(self) -> None:
+        """Take a connection out of the pool that is not known to be dead: after a restart, all that lie there are."""
+        for _ in range(_MOST_DEAD):
+            self._driver = (await self._pooled.get_raw_connection()).driver_connection
+            if not self._driver.is_closed():
+                return
+            await self._pooled.invalidate()
+        self._driver = (await self._pooled.get_raw_connection()).driver_connection
 
     async def begin(self) -> None:
-        self._transaction = self._driver.transaction()
-        await self._transaction.start()
+        """Begin a transaction. Comes before any statement."""
+        self._transaction = await self._on_a_live_one(self._begin)
 
-    async def execute(self, statement: TextClause, values: Mapping[str, Any] = _NOTHING) -> list[Any]:
-        """Execute a statement and give its rows."""
+    async def _begin(self) -> Any:
+        transaction = self._driver.transaction()
+        await transaction.start()
+        return transaction
+
+    async def read(self, statement: TextClause, values: Mapping[str, Any] = _NOTHING) -> list[Any]:
+        """Execute a statement that commits nothing: one that only reads, or is part of a transaction."""
+        if self._is_used:
+            return await self._fetch(statement, values)
+        return await self._on_a_live_one(partial(self._fetch, statement, values))
+
+    async def _on_a_live_one(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do what an operation begins with. It has changed nothing yet; so where the connection proves dead, the next
+        one will do.
+        """
+        self._is_used = True
+        for _ in range(_MOST_DEAD):
+            try:
+                return await work()
+            except (*DRIVER_ERRORS, OSError) as error:
+                if isinstance(error, TimeoutError) or not isinstance(error, _DEAD):
+                    raise
+                await self._pooled.invalidate()
+                await self.open()
+        return await work()
+
+    async def _fetch(self, statement: TextClause, values: Mapping[str, Any]) -> list[Any]:
         sql, names = _compiled(statement)
         found: list[Any] = await self._driver.fetch(sql, *[values[name] for name in names], record_class=Row)
         return found
 
+    async def execute(self, statement: TextClause, values: Mapping[str, Any] = _NOTHING) -> list[Any]:
+        """Execute a statement and give its rows. Outside a transaction it commits by itself."""
+        if self._transaction is not None:
+            return await self.read(statement, values)
+        reach("before_commit")
+        self._is_used = self.may_have_committed = True
+        found = await self._fetch(statement, values)
+        reach("after_commit")
+        return found
+
     async def scalar(self, statement: TextClause, values: Mapping[str, Any] = _NOTHING) -> Any:
-        """The first column of the first row, or None."""
-        found = await self.execute(statement, values)
+        """The first column of the first row that is read, or None."""
+        found = await self.read(statement, values)
         return found[0][0] if found else None
 
     async def run_sync(self, work: Callable[[CoreConnection], T]) -> T:
@@ -66,36 +130,25 @@ class Connection:
         await self._pooled.commit()
         return result
 
-    async def commit(self) -> None:
-        await self._transaction.commit()
+    async def finish(self) -> None:
+        """Commit, if a transaction was begun."""
+        if self._transaction is not None:
+            reach("before_commit")
+            self.may_have_committed = True
+            await self._transaction.commit()
+            reach("after_commit")
 
     async def abandon(self, error: BaseException) -> None:
         """Undo it. A connection that may be broken, or not listening, is dropped: Postgres undoes it by itself."""
         is_broken = isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError)
         is_sound = not is_broken and not self._driver.is_closed()
         try:
-            if is_sound:
+            if is_sound and self._transaction is not None:
                 await self._transaction.rollback()
         except (*DRIVER_ERRORS, OSError):
             is_sound = False
         if not is_sound:
             await self._pooled.invalidate()
-
-
-async def begin(pooled: AsyncConnection) -> Connection:
-    """Begin a transaction on the first connection that works: after a restart, all that lie in the pool are dead."""
-    dead_count = 0
-    while True:
-        connection = Connection(pooled, (await pooled.get_raw_connection()).driver_connection)
-        try:
-            await connection.begin()
-        except (*DRIVER_ERRORS, OSError) as error:
-            await pooled.invalidate()
-            dead_count += 1
-            if isinstance(error, TimeoutError) or dead_count > _MOST_DEAD:
-                raise
-        else:
-            return connection
 
 
 @cache

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from ssl import SSLContext
 from typing import Any, TypeVar
@@ -31,8 +31,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from coatcheck import tls
 from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
-from coatcheck.points import reach
-from coatcheck.store.connection import DRIVER_ERRORS, Connection, begin
+from coatcheck.store.connection import DRIVER_ERRORS, Connection
 from coatcheck.store.in_flight import InFlight
 
 T = TypeVar("T")
@@ -114,9 +113,9 @@ class Database:
         await self._engine.dispose()
 
     async def transact(self, work: Callable[[Connection], Awaitable[T]]) -> T:
-        """Run `work` in one transaction and commit. Repeats it after a collision. Raises StoreUnavailable when Postgres
-        is away, and then the commit may or may not have happened: ask again, with a lock. Raises Rejected if the values
-        of a write cannot be stored.
+        """Do `work` on a connection, and commit if it began a transaction. Repeats it after a collision. Raises
+        StoreUnavailable when Postgres is away, and then a commit may or may not have happened: ask again, with a lock.
+        Raises Rejected if the values of a write cannot be stored.
         """
         return await self._in_flight.shield(self._try(work))
 
@@ -129,22 +128,20 @@ class Database:
         return await self._once(work)
 
     async def _once(self, work: Callable[[Connection], Awaitable[T]]) -> T:
-        is_committing = False
+        connection: Connection | None = None
         try:
             async with self._engine.connect() as pooled:
-                connection = await begin(pooled)
+                connection = Connection(pooled)
+                await connection.open()
                 try:
                     result = await work(connection)
-                    reach("before_commit")
-                    is_committing = True
-                    await connection.commit()
+                    await connection.finish()
                 except BaseException as error:
                     await connection.abandon(error)
                     raise
-                reach("after_commit")
                 return result
         except (DBAPIError, *DRIVER_ERRORS) as error:
-            translated = _in_doubt(self._translated(error), is_committing)
+            translated = _in_doubt(self._translated(error), connection)
             if translated is error:
                 raise
             # What caused a rejection quotes the row; so it stays behind.
@@ -156,10 +153,10 @@ class Database:
         except (OSError, TimeoutError) as error:
             if (remedy := tls.explain(error, TLS_OPTIONS)) is not None:
                 not_ready = StoreNotReady(f"Postgres at {self.place} is not ready: {remedy}")
-                raise _in_doubt(not_ready, is_committing) from error
+                raise _in_doubt(not_ready, connection) from error
             reason = str(error) or type(error).__name__
             outage = StoreUnavailable(f"Postgres at {self.place} cannot be reached: {reason}")
-            raise _in_doubt(outage, is_committing) from error
+            raise _in_doubt(outage, connection) from error
 
     def _translated(self, error: Exception) -> Exception:
         cause = _driver_error(error)
@@ -195,10 +192,11 @@ def _rejection(error: BaseException) -> str:
     return f"constraint {constraint}" if constraint else type(error).__name__
 
 
-def _in_doubt(error: Exception, is_committing: bool) -> Exception:
-    """Only a COMMIT that was sent leaves a doubt; whatever fails before it is rolled back by the server."""
+def _in_doubt(error: Exception, connection: Connection | None) -> Exception:
+    """Only what was sent to be committed leaves a doubt, and only where nobody says that it was sent back."""
     if isinstance(error, StoreUnavailable):
-        error.is_in_doubt = is_committing
+        may_have_committed = connection is not None and connection.may_have_committed
+        error.is_in_doubt = may_have_committed and not isinstance(error, Collision | LockTimeout)
     return error
 
 
@@ -256,10 +254,15 @@ def _text(value: str | tuple[str, ...] | None) -> str:
 
 
 async def rows(connection: Connection, statement: TextClause, **values: Any) -> Sequence[Any]:
-    """Execute and fetch everything."""
-    return await connection.execute(statement, values)
+    """Fetch everything a statement reads."""
+    return await connection.read(statement, values)
 
 
-def columns(items: Sequence[Mapping[str, Any]], *names: str) -> dict[str, list[Any]]:
-    """Turn rows into one array per column, the shape `unnest` takes."""
-    return {name: [item[name] for item in items] for name in names}
+def columns(names: Sequence[str], items: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """Turn rows into one array per column, the shape `unnest` takes; it pads a column that is None with NULLs."""
+    arrays = zip(*items, strict=True) if items else ((),) * len(names)
+    return {name: None if _is_empty(array) else array for name, array in zip(names, arrays, strict=True)}
+
+
+def _is_empty(array: tuple[Any, ...]) -> bool:
+    return bool(array) and array[0] is None and array.count(None) == len(array)

@@ -41,6 +41,7 @@ def newest_version() -> str:
 
 
 async def _upgrade(connection: Connection) -> str:
+    await connection.begin()
     # A transaction-level lock: it goes with the transaction, also behind pgbouncer, also when we die here.
     await connection.execute(text("SET LOCAL lock_timeout = '60s'"))
     await connection.execute(text("SET LOCAL statement_timeout = '10min'"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -30,27 +31,34 @@ from coatcheck.store.rows import (
     Unsent,
 )
 
+# A dict's look-up is a tenth of an enum's.
+KINDS: Mapping[str, Kind] = {one.value: one for one in Kind}
+CALL_STATES: Mapping[str, CallState] = {one.value: one for one in CallState}
+TASK_STATES: Mapping[str, TaskState] = {one.value: one for one in TaskState}
+
 TASK_COLUMNS = """
     t.id, t.service, t.handler, t.version, t.state, t.epoch, t.checkpoint, t.seq, t.attempt, t.pickups, t.trigger,
     t.identity, t.digest, t.correlation_id, t.request, t.addresses, t.traceparent, t.tracestate, t.value, t.traceback,
     t.is_final_sent, t.progress, t.due_at, t.created_at, t.updated_at, t.finished_at, t.caller_subject, t.caller_claims
 """
-LOCK_TASKS = text(f"""
-    SELECT {TASK_COLUMNS}, t.due_at <= clock_timestamp() AS is_due
-      FROM coatcheck.task t WHERE t.id = ANY(CAST(:ids AS uuid[])) ORDER BY t.id FOR UPDATE
+READ_TASKS = text(f"""
+    SELECT {TASK_COLUMNS}, t.due_at <= clock_timestamp() AS is_due, t.xmin AS version
+      FROM coatcheck.task t WHERE t.id = ANY(CAST(:ids AS uuid[]))
 """)
+LOCK_TASKS = text(f"{READ_TASKS.text} ORDER BY t.id FOR UPDATE")
 LOCK_FREE_TASKS = text(f"{LOCK_TASKS.text} SKIP LOCKED")
 EXISTING_TASKS = text("SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))")
 
-HISTORY = text("""
-    SELECT task_id, key, kind, name, digest, seq, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS state, value,
-           NULL::uuid AS call_id, NULL::timestamptz AS due_at
-      FROM coatcheck.journal WHERE task_id = ANY(CAST(:ids AS uuid[])) AND NOT is_forgotten
-     UNION ALL
-    SELECT task_id, key, kind, name, digest, seq, state, value, id, due_at
-      FROM coatcheck.call WHERE task_id = ANY(CAST(:ids AS uuid[])) AND NOT is_forgotten
-     ORDER BY seq
-""")
+# What `recorded_of` reads, in this order, and `history_of` with a due time behind.
+ENTRY_COLUMNS = "key, kind, name, digest, seq, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END, value, NULL::uuid"
+CALL_COLUMNS = "key, kind, name, digest, seq, state, value, id"
+HISTORY_OF_TASK = f"""
+    ARRAY(SELECT ROW({ENTRY_COLUMNS}, NULL::timestamptz) FROM coatcheck.journal
+           WHERE task_id = t.id AND NOT is_forgotten
+           UNION ALL
+          SELECT ROW({CALL_COLUMNS}, due_at) FROM coatcheck.call WHERE task_id = t.id AND NOT is_forgotten)
+"""
+HISTORY = text(f"SELECT t.id, {HISTORY_OF_TASK} FROM unnest(CAST(:ids AS uuid[])) AS t(id)")
 PEER_COLUMNS = """
     c.id, c.task_id, t.service, c.kind, c.key, c.peer, c.handler, c.body, c.headers, c.hard_due_at, t.traceparent
 """
@@ -62,42 +70,38 @@ UNSENT_CALLS = text(f"""
 
 
 class Locked:
-    """The task rows a batch holds, and which of the wanted ones another transaction holds."""
+    """The task rows a batch holds or has read, which version of each, and which another transaction holds."""
 
     def __init__(self, found: Sequence[Row], busy: Collection[TaskId]) -> None:
-        self.tasks = {row.id: task_of(row) for row in found}
-        self.due = {row.id for row in found if row.is_due}
+        self.tasks = {row[0]: task_of(row) for row in found}
+        self.due = {row[0] for row in found if row.is_due}
+        self.versions = {row[0]: row.version for row in found}
         self.busy = busy
 
 
 async def lock_tasks(connection: Connection, ids: Iterable[TaskId], *, waits: bool) -> Locked:
     """Lock the rows that exist, by id. Unless told to wait, rows locked elsewhere are left out and named in `busy`."""
-    wanted = sorted(set(ids))
+    wanted = set(ids)
     if not wanted:
         return Locked([], ())
     if waits:
-        return Locked(await rows(connection, LOCK_TASKS, ids=wanted), ())
-    found = await rows(connection, LOCK_FREE_TASKS, ids=wanted)
-    missing = [] if len(found) == len(wanted) else sorted(set(wanted) - {row.id for row in found})
-    busy = {row.id for row in await rows(connection, EXISTING_TASKS, ids=missing)} if missing else ()
+        return Locked(await rows(connection, LOCK_TASKS, ids=list(wanted)), ())
+    found = await rows(connection, LOCK_FREE_TASKS, ids=list(wanted))
+    missing = [] if len(found) == len(wanted) else list(wanted.difference(row[0] for row in found))
+    busy = {row[0] for row in await rows(connection, EXISTING_TASKS, ids=missing)} if missing else ()
     return Locked(found, busy)
 
 
+async def read_tasks(connection: Connection, ids: Sequence[TaskId], *, locks: bool) -> Locked:
+    """Read the rows that exist; and lock them, by id, waiting for each."""
+    return Locked(await rows(connection, LOCK_TASKS if locks else READ_TASKS, ids=ids), ())
+
+
 async def load_histories(connection: Connection, ids: Collection[TaskId]) -> Mapping[TaskId, History]:
-    """Everything recorded and open for these tasks; a task without anything is missing from the answer."""
+    """Everything recorded and open for these tasks."""
     if not ids:
         return {}
-    recorded: dict[TaskId, list[Recorded]] = defaultdict(list)
-    still_open: dict[TaskId, list[OpenCall]] = defaultdict(list)
-    for row in await rows(connection, HISTORY, ids=sorted(ids)):
-        # A send counts as done from the moment its row exists: the handler never waits for it.
-        if row.state == CallState.OPEN and row.kind != Kind.SEND:
-            still_open[row.task_id].append(
-                OpenCall(row.call_id, row.key, Kind(row.kind), row.name, row.digest, row.due_at)
-            )
-        else:
-            recorded[row.task_id].append(recorded_of(row))
-    return {task_id: History(tuple(recorded[task_id]), tuple(still_open[task_id])) for task_id in ids}
+    return {task_id: history_of(known) for task_id, known in await rows(connection, HISTORY, ids=list(ids))}
 
 
 async def load_unsent(connection: Connection, tasks: Collection[Task]) -> Mapping[TaskId, Unsent]:
@@ -105,65 +109,72 @@ async def load_unsent(connection: Connection, tasks: Collection[Task]) -> Mappin
     if not tasks:
         return {}
     calls: dict[TaskId, list[Peer]] = defaultdict(list)
-    for row in await rows(connection, UNSENT_CALLS, ids=sorted(task.task_id for task in tasks)):
-        calls[row.task_id].append(peer_of(row))
+    for row in await rows(connection, UNSENT_CALLS, ids=[task.task_id for task in tasks]):
+        calls[row[1]].append(peer_of(row))
     return {
         task.task_id: Unsent(tuple(calls[task.task_id]), task.state.is_final and not task.is_final_sent)
         for task in tasks
     }
 
 
-def recorded_of(row: Row) -> Recorded:
-    state = CallState.OK if row.kind == Kind.SEND else CallState(row.state)
-    return Recorded(row.key, Kind(row.kind), row.name, row.digest, row.seq, state, row.value or b"", row.call_id)
+def history_of(known: Iterable[Sequence[Any]]) -> History:
+    """A task's journal entries and calls, as HISTORY has them, in the order of `seq`."""
+    recorded, still_open = [], []
+    for key, kind, name, digest, seq, state, value, call_id, due_at in known:
+        # A send counts as done from the moment its row exists: the handler never waits for it.
+        if state == CallState.OPEN and kind != Kind.SEND:
+            still_open.append(OpenCall(call_id, key, KINDS[kind], name, digest, due_at))
+        else:
+            recorded.append(recorded_of((key, kind, name, digest, seq, state, value, call_id)))
+    recorded.sort(key=_seq_of)
+    return History(tuple(recorded), tuple(still_open))
 
 
-def peer_of(row: Row) -> Peer:
+_seq_of = attrgetter("seq")
+
+
+def recorded_of(row: Sequence[Any]) -> Recorded:
+    """A row of ENTRY_COLUMNS or CALL_COLUMNS."""
+    key, kind, name, digest, seq, state, value, call_id = row
+    ended = CallState.OK if kind == Kind.SEND else CALL_STATES[state]
+    return Recorded(key, KINDS[kind], name, digest, seq, ended, value or b"", call_id)
+
+
+def peer_of(row: Sequence[Any]) -> Peer:
+    """A row that begins with PEER_COLUMNS."""
+    call_id, task_id, service, kind, key, peer, handler, body, headers, hard_due_at, traceparent, *_ = row
     return Peer(
-        row.id,
-        row.task_id,
-        row.service,
-        Kind(row.kind),
-        row.key,
-        row.peer,
-        row.handler,
-        row.body,
-        from_json(row.headers),
-        row.hard_due_at,
-        row.traceparent,
+        call_id,
+        task_id,
+        service,
+        KINDS[kind],
+        key,
+        peer,
+        handler,
+        body,
+        from_json(headers),
+        hard_due_at,
+        traceparent,
     )
 
 
-def task_of(row: Row) -> Task:
+def task_of(row: Sequence[Any]) -> Task:
+    """A row that begins with TASK_COLUMNS."""
+    # fmt: off
+    (task_id, service, handler, version, state, epoch, checkpoint, seq, attempt, pickups, trigger,
+     identity, digest, correlation_id, request, addresses, traceparent, tracestate, value, traceback,
+     is_final_sent, progress, due_at, created_at, updated_at, finished_at, caller_subject, caller_claims, *_) = row
     return Task(
-        task_id=row.id,
-        service=row.service,
-        handler=row.handler,
-        version=row.version,
-        state=TaskState(row.state),
-        epoch=row.epoch,
-        checkpoint=row.checkpoint,
-        seq=row.seq,
-        attempt=row.attempt,
-        pickups=row.pickups,
-        trigger=row.trigger,
-        identity=row.identity,
-        digest=row.digest,
-        correlation_id=row.correlation_id,
-        request=row.request,
-        addresses=tuple(Address(*pair) for pair in from_json(row.addresses)),
-        traceparent=row.traceparent,
-        tracestate=row.tracestate,
-        value=row.value,
-        traceback=row.traceback,
-        is_final_sent=row.is_final_sent,
-        progress=from_json(row.progress) if row.progress is not None else None,
-        due_at=row.due_at,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        finished_at=row.finished_at,
-        caller=None if row.caller_subject is None else Caller(row.caller_subject, from_json(row.caller_claims) or {}),
+        task_id, service, handler, version, TASK_STATES[state], epoch, checkpoint, seq, attempt, pickups, trigger,
+        identity, digest, correlation_id, request, addresses_of(addresses), traceparent, tracestate, value, traceback,
+        is_final_sent, None if progress is None else from_json(progress), due_at, created_at, updated_at, finished_at,
+        None if caller_subject is None else Caller(caller_subject, from_json(caller_claims) or {}),
     )
+    # fmt: on
+
+
+def addresses_of(written: Any) -> tuple[Address, ...]:
+    return tuple([Address(*pair) for pair in from_json(written)])
 
 
 def from_json(value: Any) -> Any:

@@ -54,10 +54,15 @@ class Store:
             async def commit(items: Sequence[Any], waits: bool) -> Any:
                 return await self._do(work, items, waits, **options)
 
-            return Batcher(name, commit, lane=lane, observe=observe)
+            made: Batcher[Any, Any] = Batcher(name, commit, lane=lane, observe=observe)
+            self._batchers.append(made)
+            return made
 
-        self._put: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put)
+        self._batchers: list[Batcher[Any, Any]] = []
+        self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", puts.put)
+        self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put_locked)
         self._claim: Batcher[Arrival, Ruling] = batcher("claim", claims.claim, lease=lease)
+        self._create: Batcher[Request, Ruling | None] = batcher("accept", claims.create, lease=lease)
         self._accept: Batcher[Request, Ruling] = batcher("accept", claims.accept, lease=lease)
         self._resume: Batcher[Wake, Ruling] = batcher("resume", claims.resume, lease=lease)
         self._cancel: Batcher[CancelAsk, Ruling] = batcher("cancel", cancels.cancel)
@@ -74,7 +79,7 @@ class Store:
         await self._database.close()
 
     async def _drain(self) -> None:
-        for batcher in (self._put, self._claim, self._accept, self._resume, self._cancel, self._find):
+        for batcher in self._batchers:
             await batcher.drain()
 
     def now(self) -> datetime:
@@ -89,7 +94,8 @@ class Store:
 
     async def put(self, put: Put) -> PutDone | PutRefused:
         """Write what a run wants recorded. Repeating the same put is safe."""
-        return await self._put.submit(put)
+        # Mostly the row stands as the run believes, and one statement does it. If not, the lock tells how it stands.
+        return await self._put.submit(put) or await self._put_locked.submit(put)
 
     def claim(self, arrival: Arrival) -> asyncio.Future[Ruling]:
         """Take a reply, progress or timeout. A future and no coroutine: most replies need no task of their own."""
@@ -97,7 +103,7 @@ class Store:
 
     async def accept(self, request: Request) -> Ruling:
         """Find or make the row of a request."""
-        return await self._accept.submit(request)
+        return await self._create.submit(request) or await self._accept.submit(request)
 
     async def resume(self, wake: Wake) -> Ruling:
         """Pick a task up whose lease or retry time is over."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from sqlalchemy import text
 
-from coatcheck.store.claims import MET
 from coatcheck.store.connection import Connection
 from coatcheck.store.database import rows
 from coatcheck.store.records import PEER_COLUMNS, TASK_COLUMNS, peer_of, task_of
@@ -99,6 +98,15 @@ ALL_WITHOUT_WAKER = text("""
         OR (t.state IN ('running', 'retrying', 'held') AND (t.due_at IS NULL OR t.look_at IS NULL))
      LIMIT CAST(:limit AS integer)
 """)
+MET = text("""
+    SELECT DISTINCT counted.id FROM (
+        SELECT t.id, t.wait_needs[w.number] AS need,
+               count(*) FILTER (WHERE c.state = 'ok') AS ok, count(*) FILTER (WHERE c.state = 'open') AS still_open
+          FROM coatcheck.task t, unnest(t.wait_calls, t.wait_groups) AS w(call_id, number), coatcheck.call c
+         WHERE t.id = ANY(CAST(:ids AS uuid[])) AND c.id = w.call_id
+         GROUP BY t.id, w.number, t.wait_needs[w.number]) AS counted
+     WHERE CASE WHEN need IS NULL THEN still_open = 0 ELSE ok >= need OR ok + still_open < need END
+""")
 REWAKE = text("""
     UPDATE coatcheck.task
        SET state = 'running', due_at = clock_timestamp(), look_at = clock_timestamp(), trigger = NULL,
@@ -180,6 +188,7 @@ async def look(connection: Connection, *, limit: int, again: timedelta) -> Looke
     """Take up to `limit` calls and as many tasks whose time has come. They come up again after `again` if still so;
     what has long been due, after as long again, up to LONGEST_AGAIN.
     """
+    await connection.begin()
     again_s = again.total_seconds()
     calls = await rows(connection, LOOK_AT_CALLS, limit=limit, again_s=again_s)
     tasks = await rows(connection, LOOK_AT_TASKS, limit=limit, again_s=again_s)
@@ -202,6 +211,7 @@ async def next_look(connection: Connection) -> timedelta | None:
 
 async def retire(connection: Connection, *, limit: int) -> int:
     """Delete finished tasks whose time to be kept is over. Lock order: task, then its calls and journal."""
+    await connection.begin()
     ids = [row.id for row in await rows(connection, RETIRE_TASKS, limit=limit)]
     if ids:
         for statement in (DELETE_CALLS, DELETE_JOURNAL, DELETE_TASKS):
@@ -219,7 +229,7 @@ async def repair(connection: Connection, *, after: UUID, limit: int, quiet: time
         return 0, None
     stuck = {row.id for row in await rows(connection, WITHOUT_WAKER, ids=ids)}
     stuck |= {row.id for row in await rows(connection, MET, ids=ids)}
-    woken = await rows(connection, REWAKE, ids=sorted(stuck)) if stuck else ()
+    woken = await connection.execute(REWAKE, {"ids": sorted(stuck)}) if stuck else ()
     return len(woken), ids[-1]
 
 
@@ -236,9 +246,9 @@ async def renew(
     `uncounted` takes pick-ups back that never came to a run, and with them the mark of one that was to run alone;
     minus so many times ALONE sets so many marks, however often it is asked for, and ALONE takes them off.
     """
-    asked = {"ids": [one.task_id for one in renewals], "epochs": [one.epoch for one in renewals]}
-    options = {"lease_s": lease.total_seconds(), "detaches": detaches, "uncounted": uncounted}
-    mine = {row.id for row in await rows(connection, RENEW, **asked, **options)}
+    asked: dict[str, Any] = {"ids": [one.task_id for one in renewals], "epochs": [one.epoch for one in renewals]}
+    options: dict[str, Any] = {"lease_s": lease.total_seconds(), "detaches": detaches, "uncounted": uncounted}
+    mine = {row.id for row in await connection.execute(RENEW, asked | options)}
     if len(mine) == len(renewals):
         return Renewed(mine, set())
     return Renewed(mine, {row.id for row in await rows(connection, STILL_RUNNING, **asked)} - mine)

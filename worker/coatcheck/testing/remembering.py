@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from coatcheck.store.memory import MemoryStore
 from coatcheck.store.rows import Kind, NewEntry, Put, PutDone, PutRefused

@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 import structlog
+from msgspec.structs import replace
 from prometheus_client import Counter
 from structlog.contextvars import bind_contextvars
 
@@ -118,10 +119,10 @@ class Replies:
         reach("after_claim")
         runtime = self._runtime
         self._count(runtime.metrics.claims, ruling.verdict)
-        if ruling.task is not None:
+        if ruling.task_id is not None:
             log.debug(
                 "reply_claimed",
-                task_id=str(ruling.task.task_id),
+                task_id=str(ruling.task_id),
                 call_id=str(arrival.call_id),
                 peer=ruling.name,
                 kind=_KINDS[arrival.state],
@@ -164,9 +165,10 @@ class Replies:
             )
             await self._run(live)
             return
-        if ruling.verdict is Verdict.RECORDED and is_ending and task is not None and task.state is TaskState.RUNNING:
+        if ruling.verdict is Verdict.RECORDED and is_ending and ruling.state is TaskState.RUNNING:
+            assert ruling.task_id is not None
             # A live run, here or elsewhere, may be kept busy by a step: let it know before it looks by itself.
-            await self._runtime.outbox.publish([Outgoing(*poke_message(self._runtime.app.names, task.task_id), True)])
+            await self._runtime.outbox.publish([Outgoing(*poke_message(self._runtime.app.names, ruling.task_id), True)])
         delivery.ack()
 
     async def _run(self, live: Live) -> None:
@@ -231,5 +233,4 @@ def _is_applied(ruling: Ruling) -> bool:
 def _is_just_recorded(arrival: Arrival, ruling: Ruling) -> bool:
     """Tell whether nothing is left to do for a reply but its ack: nobody runs, nothing is to be sent."""
     is_plain = arrival.state is not CallState.TIMED_OUT and not arrival.is_redelivered
-    is_parked = ruling.task is not None and ruling.task.state is TaskState.PARKED
-    return ruling.verdict is Verdict.RECORDED and is_plain and is_parked
+    return ruling.verdict is Verdict.RECORDED and is_plain and ruling.state is TaskState.PARKED

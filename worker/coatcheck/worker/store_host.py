@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from coatcheck.broker.port import Outgoing
 from coatcheck.broker.wire import Progress, make_progress
@@ -162,17 +162,16 @@ class StoreHost:
             live.make_birth = None
             live.open_calls.update(opened)
             live.open_calls.difference_update(changes.closes)
-            for news in answer.news:
-                live.open_calls.discard(news.call_id)
-                live.seen = max(live.seen, news.seq)
+            live.open_calls.difference_update(news.call_id for news in answer.news)
             live.renewed_s = max(live.renewed_s, asked_s)
             live.epoch, live.checkpoint = answer.epoch, answer.checkpoint
+            live.seen = answer.seq
             if isinstance(end, Going):
                 live.is_detached = live.is_detached or end.is_detached
             live.is_put_down = answer.is_parked or not isinstance(end, _GOES_ON)
-            if answer.task is not None and answer.task.addresses != live.addresses:
+            if answer.addresses != live.addresses:
                 # Joined, not replaced: when another replica ended the same task first, its row does not know ours.
-                live.addresses = tuple(dict.fromkeys((*answer.task.addresses, *live.addresses)))
+                live.addresses = tuple(dict.fromkeys((*answer.addresses, *live.addresses)))
             return answer
 
     def _write(self, put: Put, *, was_in_doubt: bool = False) -> Awaitable[PutDone | PutRefused]:

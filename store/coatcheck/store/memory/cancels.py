@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from coatcheck.store.memory.puts import close_leftovers
 from coatcheck.store.memory.tables import RESEND_AFTER, Tables, check_bytes, check_text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
+
+from msgspec.structs import replace
 
 from coatcheck.store.births import REQUEST_TRIGGER
 from coatcheck.store.memory.tables import CallRow, Tables, as_json, check_address, check_bytes, earliest
@@ -34,8 +36,12 @@ class _Batch:
     grants: dict[TaskId, tuple[int, str]] = field(default_factory=dict)  # task → (index of the ruling, trigger)
     came_back: dict[int, Task] = field(default_factory=dict)
 
-    def rule(self, verdict: Verdict, task: Task | None = None, *, name: str = "") -> int:
-        self.rulings.append(Ruling(verdict, task, name=name))
+    def rule(self, verdict: Verdict, task: Task | None = None) -> int:
+        self.rulings.append(Ruling(verdict, task))
+        return len(self.rulings) - 1
+
+    def rule_call(self, verdict: Verdict, task: Task, *, name: str) -> int:
+        self.rulings.append(Ruling(verdict, name=name, task_id=task.task_id, state=task.state))
         return len(self.rulings) - 1
 
     def next_seq(self, task: Task) -> int:
@@ -57,7 +63,8 @@ class _Batch:
             row = tables.tasks[task_id]
             tables.change(row, task=replace(row.task, seq=self.seqs[task_id], updated_at=tables.now))
         for index, task in self.came_back.items():
-            self.rulings[index] = replace(self.rulings[index], unsent=tables.unsent(task))
+            found = self.rulings[index].task or tables.tasks[task.task_id].task
+            self.rulings[index] = replace(self.rulings[index], task=found, unsent=tables.unsent(found))
         return self.rulings
 
     def _grant(self, task_id: TaskId, index: int, trigger: str) -> None:
@@ -70,9 +77,10 @@ class _Batch:
             pickups=found.pickups + 1,
             trigger=trigger,
             seq=self.seqs.get(task_id, found.seq),
+            due_at=(due_at := tables.now + self.lease),
+            updated_at=tables.now,
         )
-        due_at = tables.now + self.lease
-        tables.change(row, task=replace(granted, due_at=due_at, updated_at=tables.now), look_at=due_at, waits=())
+        tables.change(row, task=granted, look_at=due_at, waits=())
         self.rulings[index] = replace(
             self.rulings[index], verdict=Verdict.GRANTED, task=granted, history=tables.history(task_id)
         )
@@ -92,7 +100,7 @@ def claim(tables: Tables, arrivals: Sequence[Arrival], waits: bool, *, lease: ti
             batch.rule(Verdict.UNKNOWN)
             continue
         verdict = Verdict.DUPLICATE if arrival.call_id in closing else _judge(tables, arrival, call)
-        index = batch.rule(verdict, task, name=call.new.peer)
+        index = batch.rule_call(verdict, task, name=call.new.peer)
         if verdict is Verdict.RECORDED and arrival.state is None:
             progress[arrival.call_id] = arrival
         elif verdict is Verdict.RECORDED:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from coatcheck.store.batcher import Busy
 from coatcheck.store.births import REQUEST_TRIGGER
@@ -101,10 +103,11 @@ def _write(tables: Tables, one: Put, row: TaskRow, *, is_born: bool) -> PutDone:
     return PutDone(
         epoch=one.epoch or 1,
         checkpoint=checkpoint,
+        seq=seq,
         is_parked=is_parked,
         news=() if is_parked else tuple(news),
         cancels=tuple(cancels),
-        task=None if is_born else before,
+        addresses=() if is_born else before.addresses,
     )
 
 
@@ -235,7 +238,7 @@ def _answer_again(tables: Tables, one: Put, task: Task) -> PutDone:
         if call.state is CallState.CLOSED and call.new.kind is Kind.CALL and (call.seq or 0) > one.seen
     ]
     cancels = tuple(peer for _, peer in sorted(closed, key=lambda pair: pair[0] or 0))
-    return PutDone(task.epoch, task.checkpoint, is_parked, tuple(news), cancels, task)
+    return PutDone(task.epoch, task.checkpoint, task.seq, is_parked, tuple(news), cancels, task.addresses)
 
 
 def _own_entries(tables: Tables, task: Task) -> list[Recorded]:

@@ -28,7 +28,9 @@ _VERSION = newest_version()
 OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         pg_puts.put: puts.put,
+        pg_puts.put_locked: puts.put,
         pg_claims.claim: claims.claim,
+        pg_claims.create: claims.accept,
         pg_claims.accept: claims.accept,
         pg_claims.resume: claims.resume,
         pg_cancels.cancel: cancels.cancel,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
+
+from msgspec.structs import replace
 
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, earliest
 from coatcheck.store.rows import ALONE, CallId, CallState, Kind, TaskId, TaskState

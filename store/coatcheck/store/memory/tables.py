@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from coatcheck.errors import Rejected
-from coatcheck.store.puts import RESEND_AFTER_S
+from coatcheck.store.births import RESEND_AFTER_S
 from coatcheck.store.records import from_json, to_json
 from coatcheck.store.rows import (
     Address,
