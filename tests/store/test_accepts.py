@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 from tests.store.kit import (
     again,
     birth,
@@ -263,3 +264,13 @@ async def test_one_resume_on_two_replicas_at_once_is_granted_once(store, other, 
         )
 
         assert [ruling.verdict for ruling in rulings].count(Verdict.GRANTED) == 1
+
+
+async def test_copy_in_the_same_batch_is_judged_by_the_row_and_not_by_what_it_would_write(store):
+    newborn = birth()
+
+    rulings = await asyncio.gather(
+        store.accept(Request(newborn)), store.accept(Request(replace(newborn, handler="nul \0")))
+    )
+
+    assert [it.verdict for it in rulings] == [Verdict.GRANTED, Verdict.DUPLICATE]

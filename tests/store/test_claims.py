@@ -5,6 +5,8 @@ import asyncio
 import pytest
 from tests.store.kit import (
     A_SECOND_AGO,
+    DAY,
+    MINUTE,
     all_of,
     call,
     calls,
@@ -28,7 +30,7 @@ from tests.store.kit import (
     written,
 )
 
-from coatcheck.store import CallState, Kind, TaskState, decode
+from coatcheck.store import CallState, Kind, TaskState, claims, decode
 from coatcheck.store.rows import Verdict
 
 
@@ -103,6 +105,77 @@ async def test_timeout_in_flight_loses_to_a_progress_that_moved_the_due_time(sto
     assert (await store.claim(progress(one))).verdict is Verdict.RECORDED
 
     assert (await store.claim(timeout(one))).verdict is Verdict.EARLY
+
+
+async def test_run_that_is_granted_beside_a_progress_knows_the_due_time_it_moved(store, bench):
+    first, second = calls(1)[0], call("slow#1", idle=DAY, hard=2 * DAY)
+    await park(store, [first, second], all_of([first]))
+    await make_due(bench, second)
+
+    _, ruling = await asyncio.gather(store.claim(progress(second)), store.claim(ok(first)))
+
+    assert ruling.verdict is Verdict.GRANTED
+    (still_open,) = ruling.history.open_calls
+    assert still_open.due_at is not None
+    assert still_open.due_at > ruling.task.created_at + DAY / 2
+
+
+# --- what changes between the look and the write ---
+
+
+@pytest.fixture
+def before_the_write(monkeypatch):
+    """Let something happen once, after a claim has read how things stand and before it writes."""
+
+    def happens(work):
+        write = claims._write
+
+        async def late(connection, batch, lease):
+            monkeypatch.setattr(claims, "_write", write)
+            await work()
+            return await write(connection, batch, lease)
+
+        monkeypatch.setattr(claims, "_write", late)
+
+    return happens
+
+
+async def test_timeout_that_was_due_loses_to_a_progress_before_it_is_written(
+    store_url, store, other, bench, before_the_write
+):
+    one = call(idle=MINUTE)
+    await park(store, [one])
+    await make_due(bench, one)
+
+    before_the_write(lambda: other.claim(progress(one)))
+
+    assert (await store.claim(timeout(one))).verdict is Verdict.EARLY
+
+
+async def test_reply_that_finds_another_one_written_meanwhile_counts_it(store_url, store, other, before_the_write):
+    first, second = calls(2)
+    await park(store, [first, second])
+
+    before_the_write(lambda: other.claim(ok(second)))
+
+    ruling = await store.claim(ok(first))
+    assert ruling.verdict is Verdict.GRANTED
+    assert [it.call_id for it in ruling.history.recorded] == [second.call_id, first.call_id]
+
+
+async def test_trigger_that_came_back_leaves_a_run_that_was_put_down_meanwhile(
+    store_url, store, other, before_the_write
+):
+    (one,) = calls(1)
+    await park(store, [one])
+    task = await resumed(store, one)
+    more = call("more#1")
+
+    before_the_write(lambda: other.put(put_of(task, parking(all_of([more])), opens=(more,))))
+
+    ruling = await store.claim(ok(one, is_redelivered=True))
+    assert ruling.verdict is Verdict.DUPLICATE
+    assert [it.call_id for it in ruling.unsent.calls] == [more.call_id]
 
 
 async def test_progress_never_moves_the_hard_due_time(store, bench):

@@ -203,7 +203,7 @@ async def test_statement_that_was_sent_back_leaves_no_doubt(database):
 
 @pytest.mark.parametrize("begins", [True, False], ids=["transaction", "statement"])
 async def test_every_commit_passes_its_points_once(database, begins):
-    reached = []
+    reached: list[str] = []
     points.arm(reached.append)
 
     async def work(connection):

@@ -37,6 +37,7 @@ from tests.store.kit import (
 
 from coatcheck.store import Store
 from coatcheck.store.connection import Connection, _compiled
+from coatcheck.store.database import SERVER_SETTINGS
 from coatcheck.store.rows import Request, Wake
 from coatcheck.store.sweeps import Renewal
 
@@ -99,6 +100,23 @@ async def test_hot_statements_use_indexes(store, sql, bench, statements, is_anal
     swept = [plan for statement, plan in plans.items() if "statement_timestamp()" in statement]
     assert len(swept) == 3
     assert all(re.search(r"Index Cond: \((look_at|due_at) <= statement_timestamp\(\)\)", plan) for plan in swept)
+
+
+async def test_plans_that_are_made_while_the_tables_are_empty_use_indexes_too(store_url, store, sql, bench, statements):
+    """A connection keeps its plans while the tables grow, until they are analyzed."""
+    await _do_everything(store, sql, bench)
+    await sql.execute("TRUNCATE coatcheck.journal, coatcheck.call, coatcheck.task")
+    planner = await asyncpg.connect(store_url, server_settings=SERVER_SETTINGS)
+
+    plans = {}
+    for number, (statement, values) in enumerate(dict(statements).items()):
+        await planner.execute(f"PREPARE plan_{number} AS {statement}")
+        nothing = f"({', '.join(['NULL'] * len(values))})" if values else ""
+        plans[statement] = "\n".join(row[0] for row in await planner.fetch(f"EXPLAIN EXECUTE plan_{number}{nothing}"))
+    await planner.close()
+
+    scans = {statement: plan for statement, plan in plans.items() if "Seq Scan on" in plan}
+    assert not scans, "\n\n".join(f"{statement}\n{plan}" for statement, plan in scans.items())
 
 
 async def test_next_due_time_is_read_off_the_ends_of_two_indexes(store, sql, statements):

@@ -70,7 +70,7 @@ async def test_progress_that_jsonb_refuses_fails_alone(store):
 
 
 async def test_value_of_the_wrong_type_fails_alone_and_is_not_quoted(store):
-    good, bad = birth(), replace(birth(), digest="a secret")  # type: ignore[arg-type]
+    good, bad = birth(), replace(birth(), digest="a secret")
 
     answers = await asyncio.gather(
         store.put(birth_put(good, going())), store.put(birth_put(bad, going())), return_exceptions=True

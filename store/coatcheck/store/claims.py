@@ -17,7 +17,7 @@ over, because its holder is dead or has lost it; a plain duplicate never does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -67,10 +67,22 @@ CALLED = text("""
       FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
      WHERE c.id = ANY(CAST(:ids AS uuid[]))
 """)
+# It needs no lock on the task: of a call that is open it changes nothing that anything but a timeout depends on.
+PROGRESS = text("""
+    UPDATE coatcheck.call c
+       SET progress = u.progress::jsonb, is_sent = true,
+           due_at = least(clock_timestamp() + c.idle, c.hard_due_at),
+           look_at = least(clock_timestamp() + c.idle, c.hard_due_at)
+      FROM (SELECT u.* FROM unnest(CAST(:id AS uuid[]), CAST(:progress AS text[])) AS u(id, progress)
+              JOIN coatcheck.call c ON c.id = u.id
+             WHERE c.state = 'open' ORDER BY c.id FOR UPDATE OF c SKIP LOCKED) AS u
+     WHERE c.id = u.id
+    RETURNING c.id
+""")
 # All of a task's replies are written, or none: the one that would be left out may be the one that is to run the task.
 # No two of the lists here are joined: the planner takes each for a row or ten, and would go through one for every row
 # of the other. An IN that is no plain condition looks up in a hash.
-# A progress (`state` NULL) locks its call too, and may move the due time of one whose timeout was read to be due.
+# A progress may just have moved the due time of a call whose timeout was read to be due.
 WRITE = text(f"""
     WITH held AS MATERIALIZED (
         SELECT u.*, t.state, t.wait_calls, t.wait_groups, t.wait_needs
@@ -82,11 +94,10 @@ WRITE = text(f"""
     held_call AS MATERIALIZED (
         SELECT u.*
           FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_task_id AS uuid[]), CAST(:c_state AS text[]),
-                      CAST(:c_seq AS integer[]), CAST(:c_value AS bytea[]), CAST(:c_progress AS text[]))
-            AS u(id, task_id, state, seq, value, progress)
+                      CAST(:c_seq AS integer[]), CAST(:c_value AS bytea[])) AS u(id, task_id, state, seq, value)
           JOIN coatcheck.call c ON c.id = u.id
          WHERE u.task_id IN (SELECT id FROM held) AND c.state = 'open'
-           AND (u.state IS DISTINCT FROM 'timed_out' OR c.due_at <= clock_timestamp())
+           AND (u.state <> 'timed_out' OR c.due_at <= clock_timestamp())
          ORDER BY c.id FOR UPDATE OF c SKIP LOCKED),
     ready AS MATERIALIZED (
         SELECT * FROM held
@@ -95,22 +106,14 @@ WRITE = text(f"""
         UPDATE coatcheck.call c
            SET state = u.state, seq = u.seq, value = u.value, closed_at = clock_timestamp(), is_sent = true,
                look_at = NULL
-          FROM held_call AS u WHERE c.id = u.id AND u.state IS NOT NULL
-           AND (u.task_id IN (SELECT id FROM ready)) IS TRUE),
-    progressed AS (
-        UPDATE coatcheck.call c
-           SET progress = u.progress::jsonb, is_sent = true,
-               due_at = least(clock_timestamp() + c.idle, c.hard_due_at),
-               look_at = least(clock_timestamp() + c.idle, c.hard_due_at)
-          FROM held_call AS u WHERE c.id = u.id AND u.state IS NULL
-           AND (u.task_id IN (SELECT id FROM ready)) IS TRUE),
+          FROM held_call AS u WHERE c.id = u.id AND (u.task_id IN (SELECT id FROM ready)) IS TRUE),
     met AS MATERIALIZED (
         SELECT DISTINCT id FROM (
             SELECT r.id, r.wait_needs[w.number] AS need,
                    count(*) FILTER (WHERE c.state = 'ok'
                                        OR c.id IN (SELECT id FROM held_call WHERE state = 'ok')) AS ok,
                    count(*) FILTER (WHERE c.state = 'open'
-                                      AND c.id NOT IN (SELECT id FROM held_call WHERE state IS NOT NULL)) AS still_open
+                                      AND c.id NOT IN (SELECT id FROM held_call)) AS still_open
               FROM ready AS r CROSS JOIN unnest(r.wait_calls, r.wait_groups) AS w(call_id, number)
               JOIN coatcheck.call c ON c.id = w.call_id
              WHERE r.state = 'parked' AND r.trigger IS NOT NULL
@@ -135,7 +138,7 @@ WRITE = text(f"""
     SELECT id, NULL, NULL FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
 """)
 TASK_NAMES = ("id", "version", "seq", "trigger", "takes_over", "call_count")
-CALL_NAMES = ("c_id", "c_task_id", "c_state", "c_seq", "c_value", "c_progress")
+CALL_NAMES = ("c_id", "c_task_id", "c_state", "c_seq", "c_value")
 CREATE = text(f"{INSERT_BIRTHS.replace('coatcheck.task (', 'coatcheck.task AS t (')} RETURNING {TASK_COLUMNS}")
 ADDRESSES = text("""
     UPDATE coatcheck.task t SET addresses = u.addresses::jsonb
@@ -167,9 +170,8 @@ class _Batch:
 
     versions: dict[TaskId, Version] = field(default_factory=dict)
     seqs: dict[TaskId, int] = field(default_factory=dict)
-    calls: dict[CallId, tuple[CallId, TaskId, CallState | None, int | None, bytes, str | None]] = field(
-        default_factory=dict
-    )
+    closing: dict[CallId, tuple[CallId, TaskId, CallState, int, bytes]] = field(default_factory=dict)
+    progress: dict[CallId, tuple[int, Arrival]] = field(default_factory=dict)
     grants: dict[TaskId, tuple[int, str]] = field(default_factory=dict)
     perhaps: dict[TaskId, tuple[int, str]] = field(default_factory=dict)  # parked: if a group is met
     came_back: dict[int, TaskId] = field(default_factory=dict)  # find what is unsent
@@ -179,12 +181,12 @@ class _Batch:
         return seq
 
 
-Rulings = dict[int, Ruling | Busy]
+Rulings = dict[int, Ruling | Busy | None]
 
 
 async def claim(
     connection: Connection, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta
-) -> Sequence[Ruling | Busy]:
+) -> Sequence[Ruling | Busy | None]:
     """Apply replies, progress and timeouts; grant the tasks whose wait they end."""
     ids = [arrival.call_id for arrival in arrivals]
     if waits:
@@ -199,21 +201,33 @@ async def claim(
             rulings[index] = Ruling(Verdict.UNKNOWN)  # of another service, its code could not run the task
         else:
             rulings[index] = _rule(batch, index, arrival, call)
+    if batch.progress:
+        await _note_progress(connection, batch, rulings, found)
     return await _answer(connection, batch, rulings, lease)
+
+
+async def _note_progress(
+    connection: Connection, batch: _Batch, rulings: Rulings, found: Mapping[CallId, _Called]
+) -> None:
+    """Move the due times of calls that get on. One that is answered in the same batch needs it no more."""
+    told = {call_id: one for call_id, one in batch.progress.items() if call_id not in batch.closing}
+    values = [to_json(arrival.progress or {}) for _, arrival in told.values()]
+    noted = await connection.execute(PROGRESS, {"id": list(told), "progress": values})
+    for call_id in told.keys() - {row[0] for row in noted}:
+        index, _ = told[call_id]
+        rulings[index] = Busy(found[call_id].task_id)
 
 
 def _rule(batch: _Batch, index: int, arrival: Arrival, call: _Called) -> Ruling:
     call_id, task_id = call.call_id, call.task_id
-    before = batch.calls.get(call_id)
-    verdict = Verdict.DUPLICATE if before is not None and before[2] is not None else _judge(arrival, call)
+    verdict = Verdict.DUPLICATE if call_id in batch.closing else _judge(arrival, call)
     if verdict is Verdict.RECORDED and arrival.state is None:
-        batch.versions[task_id] = call.version
-        batch.calls[call_id] = (call_id, task_id, None, None, b"", to_json(arrival.progress or {}))
-    elif verdict is Verdict.RECORDED:
+        batch.progress[call_id] = (index, arrival)
+    elif verdict is Verdict.RECORDED and arrival.state is not None:
         batch.versions[task_id] = call.version
         # A timer that is due has simply rung.
         state = CallState.OK if call.kind == Kind.TIMER else arrival.state
-        batch.calls[call_id] = (call_id, task_id, state, batch.next_seq(call), arrival.value, None)
+        batch.closing[call_id] = (call_id, task_id, state, batch.next_seq(call), arrival.value)
         if call.task_state == TaskState.PARKED:
             batch.perhaps[task_id] = (index, str(call_id))
     elif arrival.is_redelivered:
@@ -243,7 +257,7 @@ def _take_over(batch: _Batch, index: int, task_id: TaskId, version: Version, *, 
 
 async def resume(
     connection: Connection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta
-) -> Sequence[Ruling | Busy]:
+) -> Sequence[Ruling | Busy | None]:
     """Grant tasks whose lease or retry time is over, if they still stand at the epoch the message names."""
     ids = [one.task_id for one in wakes]
     if waits:
@@ -276,37 +290,30 @@ async def create(
     connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
 ) -> Sequence[Ruling | None]:
     """Give each request a new row, and grant it. None: there is one already, or it was made for an earlier copy."""
-    born = await _insert(connection, requests, lease)
+    unique: dict[TaskId, Birth] = {}
+    for one in requests:
+        unique.setdefault(one.birth.task_id, one.birth)  # the first copy of a request is the one that is granted
+    standings = [running(lease.total_seconds())] * len(unique)
+    values = birth_values(unique.values(), standings, checkpoint=0, pickups=1)
+    born = {row[0]: task_of(row) for row in await connection.execute(CREATE, values)}
     return [
         None if (task := born.pop(one.birth.task_id, None)) is None else Ruling(Verdict.GRANTED, task)
         for one in requests
     ]
 
 
-async def _insert(connection: Connection, requests: Sequence[Request], lease: timedelta) -> dict[TaskId, Task]:
-    unique: dict[TaskId, Birth] = {}
-    for one in requests:
-        unique.setdefault(one.birth.task_id, one.birth)  # the first copy of a request is the one that is granted
-    standings = [running(lease.total_seconds())] * len(unique)
-    values = birth_values(unique.values(), standings, checkpoint=0, pickups=1)
-    return {row[0]: task_of(row) for row in await connection.execute(CREATE, values)}
-
-
 async def accept(
     connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
-) -> Sequence[Ruling | Busy]:
-    """Give each request its task: a new row is granted, an old one answers for itself."""
+) -> Sequence[Ruling | Busy | None]:
+    """Let the row of each request answer for itself. None: there is none any more."""
     await connection.begin()
-    born = await _insert(connection, requests, lease)
     locked = await lock_tasks(connection, (one.birth.task_id for one in requests), waits=waits)
     batch, rulings = _Batch(), Rulings()
     joining: dict[TaskId, Task] = {}
     for index, one in enumerate(requests):
         task_id, task = one.birth.task_id, locked.tasks.get(one.birth.task_id)
         if task is None:
-            rulings[index] = Busy(task_id)
-        elif born.pop(task_id, None) is not None:  # a second copy in this batch is a duplicate of the first
-            rulings[index] = Ruling(Verdict.GRANTED, task)
+            rulings[index] = Busy(task_id) if task_id in locked.busy else None
         else:
             task = joining.get(task_id, task)
             rulings[index] = _judge_request(batch, index, one, task, locked.versions[task_id])
@@ -337,7 +344,9 @@ def _joined(one: Request, task: Task) -> Task | None:
     return replace(task, addresses=(*task.addresses, address))
 
 
-async def _answer(connection: Connection, batch: _Batch, rulings: Rulings, lease: timedelta) -> Sequence[Ruling | Busy]:
+async def _answer(
+    connection: Connection, batch: _Batch, rulings: Rulings, lease: timedelta
+) -> Sequence[Ruling | Busy | None]:
     """Write what was decided, tell the granted runs what they need, and put the rulings in order."""
     written = await _write(connection, batch, lease)
     if len(written) < len(batch.versions):
@@ -360,23 +369,23 @@ async def _write(
     """Give the tasks that are written; with what is known of it and its row, each that is granted."""
     if not batch.versions:
         return {}
-    call_counts = Counter([task_id for _, task_id, *_ in batch.calls.values()])
+    call_counts = Counter([task_id for _, task_id, *_ in batch.closing.values()])
     tasks = []
     for task_id, version in batch.versions.items():
         is_taken_over = task_id in batch.grants
         _, trigger = batch.grants[task_id] if is_taken_over else batch.perhaps.get(task_id, (0, None))
         tasks.append((task_id, version, batch.seqs.get(task_id), trigger, is_taken_over, call_counts[task_id]))
-    values = columns(TASK_NAMES, tasks) | columns(CALL_NAMES, list(batch.calls.values()))
+    values = columns(TASK_NAMES, tasks) | columns(CALL_NAMES, list(batch.closing.values()))
     found = await connection.execute(WRITE, values | {"lease_s": lease.total_seconds()})
     return {task_id: (known, row) for task_id, known, row in found}
 
 
-def _leave(rulings: Rulings, busy: Iterable[TaskId]) -> None:
+def _leave(rulings: Rulings, busy: Collection[TaskId]) -> None:
     """Whatever arrived for a task that could not be written waits for it, in a lane."""
     for index, ruling in rulings.items():
         if isinstance(ruling, Ruling):
             task_id = ruling.task_id if ruling.task is None else ruling.task.task_id
-            if task_id in busy:
+            if task_id is not None and task_id in busy:
                 rulings[index] = Busy(task_id)
 
 
@@ -384,11 +393,11 @@ def _with_what_closed(known: Sequence[Any], batch: _Batch) -> Iterable[Sequence[
     """The statement that closed calls read them as they were before."""
     for row in known:
         *about, _, _, _, call_id, due_at = row
-        closed = batch.calls.get(call_id)
-        if closed is None or closed[2] is None:
+        closed = batch.closing.get(call_id)
+        if closed is None:
             yield row
         else:
-            _, _, state, seq, value, _ = closed
+            _, _, state, seq, value = closed
             yield (*about, seq, state, value, call_id, due_at)
 
 

@@ -1,7 +1,7 @@
-"""A connection for one operation, which is a single statement or a transaction of several.
+"""Connections to Postgres, and what one operation does on one: a single statement, or a transaction of several.
 
-SQLAlchemy keeps the pool, the statements and the migrations. Executing goes past it: to send one statement of one row
-takes it 150 µs of CPU and asyncpg 20.
+SQLAlchemy opens and closes connections and runs the migrations on them. All else goes past it: to send one statement of
+one row takes it 150 µs of CPU and asyncpg 20, and to lend a connection and take it back another 130.
 
 A round trip is most of what a small operation costs. So a statement that does all of its work at once is sent without
 BEGIN and COMMIT; an operation that must look between two of its statements says `begin` first.
@@ -9,21 +9,24 @@ BEGIN and COMMIT; an operation that must look between two of its statements says
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from functools import cache, partial
-from typing import Any, TypeVar
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import asyncpg
 from sqlalchemy import Connection as CoreConnection
-from sqlalchemy import TextClause
+from sqlalchemy import TextClause, text
 from sqlalchemy.dialects.postgresql import asyncpg as dialects
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from coatcheck.points import reach
 
 T = TypeVar("T")
 
 _NOTHING: Mapping[str, Any] = {}
+_SURVEY = text("SET LOCAL enable_seqscan = on")
 _MOST_DEAD = 8
 """Connections of the pool that are tried in vain; the next error is the caller's to know."""
 DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
@@ -52,31 +55,89 @@ class Row(asyncpg.Record):  # type: ignore[misc]  # asyncpg has no types
             raise AttributeError(name) from None
 
 
+class Link(NamedTuple):
+    """An open connection as SQLAlchemy and as the driver have it."""
+
+    core: AsyncConnection
+    driver: Any
+
+    async def drop(self) -> None:
+        await self.core.invalidate()
+        await self.core.close()
+
+
+class Pool:
+    """Open connections that nobody uses, and a bound on all there are. The one used last is lent first."""
+
+    def __init__(self, engine: AsyncEngine, size: int) -> None:
+        self._engine = engine
+        self._idle: list[Link] = []
+        self._free = asyncio.Semaphore(size)
+
+    @asynccontextmanager
+    async def lend(self, *, timeout_s: float) -> AsyncIterator[Connection]:
+        """A connection for one operation. Raises PoolTimeout if none becomes free in time."""
+        try:
+            async with asyncio.timeout(timeout_s if self._free.locked() else None):
+                await self._free.acquire()
+        except TimeoutError:
+            raise PoolTimeout from None
+        try:
+            connection = Connection(self, await self.open())
+            try:
+                yield connection
+            finally:
+                if connection.link is not None:
+                    self._idle.append(connection.link)
+        finally:
+            self._free.release()
+
+    async def open(self) -> Link:
+        """A connection that is not known to be dead: after a restart, all that lie here are."""
+        while self._idle:
+            link = self._idle.pop()
+            if not link.driver.is_closed():
+                return link
+            await link.drop()
+        core = await self._engine.connect()
+        driver: Any = (await core.get_raw_connection()).driver_connection
+        await driver.reset_type_codec("jsonb", schema="pg_catalog")  # text will do; SQLAlchemy would have it decoded
+        return Link(core, driver)
+
+    async def close(self) -> None:
+        while self._idle:
+            await self._idle.pop().core.close()
+        await self._engine.dispose()
+
+
+class PoolTimeout(Exception):
+    """All connections are in use, and none came back in time."""
+
+
 class Connection:
     """What an operation sends its statements through.
 
-    `may_have_committed` tells whether a failure leaves a doubt: true from the moment something was sent that commits.
+    `may_have_committed` tells whether a failure leaves a doubt: true from the moment something was sent that commits;
+    `has_committed`, once it is in.
     """
 
-    def __init__(self, pooled: AsyncConnection) -> None:
-        self._pooled = pooled
-        self._driver: Any = None
+    def __init__(self, pool: Pool, link: Link) -> None:
+        self._pool = pool
+        self.link: Link | None = link  # None: it was dropped
+        self._driver: Any = link.driver
         self._transaction: Any = None
         self._is_used = False
         self.may_have_committed = False
-
-    async def open(self) -> None:
-        """Take a connection out of the pool that is not known to be dead: after a restart, all that lie there are."""
-        for _ in range(_MOST_DEAD):
-            self._driver = (await self._pooled.get_raw_connection()).driver_connection
-            if not self._driver.is_closed():
-                return
-            await self._pooled.invalidate()
-        self._driver = (await self._pooled.get_raw_connection()).driver_connection
+        self.has_committed = False
 
     async def begin(self) -> None:
         """Begin a transaction. Comes before any statement."""
         self._transaction = await self._on_a_live_one(self._begin)
+
+    async def begin_survey(self) -> None:
+        """Begin a transaction in which a whole table may be read, which the settings of a connection rule out."""
+        await self.begin()
+        await self.read(_SURVEY)
 
     async def _begin(self) -> Any:
         transaction = self._driver.transaction()
@@ -100,9 +161,15 @@ class Connection:
             except (*DRIVER_ERRORS, OSError) as error:
                 if isinstance(error, TimeoutError) or not isinstance(error, _DEAD):
                     raise
-                await self._pooled.invalidate()
-                await self.open()
+                await self._drop()
+                self.link = await self._pool.open()
+                self._driver = self.link.driver
         return await work()
+
+    async def _drop(self) -> None:
+        link, self.link = self.link, None
+        if link is not None:
+            await link.drop()
 
     async def _fetch(self, statement: TextClause, values: Mapping[str, Any]) -> list[Any]:
         sql, names = _compiled(statement)
@@ -116,6 +183,7 @@ class Connection:
         reach("before_commit")
         self._is_used = self.may_have_committed = True
         found = await self._fetch(statement, values)
+        self.has_committed = True
         reach("after_commit")
         return found
 
@@ -126,8 +194,9 @@ class Connection:
 
     async def run_sync(self, work: Callable[[CoreConnection], T]) -> T:
         """Let something do its work on SQLAlchemy's connection, in a savepoint of this transaction."""
-        result = await self._pooled.run_sync(work)
-        await self._pooled.commit()
+        assert self.link is not None
+        result = await self.link.core.run_sync(work)
+        await self.link.core.commit()
         return result
 
     async def finish(self) -> None:
@@ -148,10 +217,10 @@ class Connection:
         except (*DRIVER_ERRORS, OSError):
             is_sound = False
         if not is_sound:
-            await self._pooled.invalidate()
+            await self._drop()
 
 
-@cache
+@lru_cache(maxsize=512)
 def _compiled(statement: TextClause) -> tuple[str, tuple[str, ...]]:
     """The text with $1, $2, … for its values, and their names in that order."""
     compiled: Any = statement.compile(dialect=dialects.dialect())  # type: ignore[no-untyped-call]

@@ -26,12 +26,12 @@ import asyncpg
 from sqlalchemy import TextClause
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
 
 from coatcheck import tls
 from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
-from coatcheck.store.connection import DRIVER_ERRORS, Connection
+from coatcheck.store.connection import DRIVER_ERRORS, Connection, Pool, PoolTimeout
 from coatcheck.store.in_flight import InFlight
 
 T = TypeVar("T")
@@ -43,6 +43,10 @@ SERVER_SETTINGS = {
     "statement_timeout": "30s",
     "idle_in_transaction_session_timeout": "10s",
     "jit": "off",
+    # A plan is made once for a connection, for any number of rows, and perhaps while the tables are still empty. There
+    # is an index for whatever is asked all the time; what reads a whole table says so (`begin_survey`).
+    "plan_cache_mode": "force_generic_plan",
+    "enable_seqscan": "off",
 }
 _URL_OPTIONS = inspect.signature(asyncpg.connect).parameters.keys() | {"prepared_statement_cache_size"}
 # libpq's names, which every user of Postgres knows.
@@ -93,11 +97,9 @@ class Database:
         address = parse_address(url)
         self.url = address.url
         self._in_flight = InFlight()
-        self._engine = create_async_engine(
+        engine = create_async_engine(
             self.url,
-            pool_size=pool_size,
-            max_overflow=0,
-            pool_timeout=CONNECT_TIMEOUT_S,
+            poolclass=NullPool,
             hide_parameters=True,  # payloads stay out of logs and tracebacks
             connect_args={
                 "timeout": CONNECT_TIMEOUT_S,
@@ -106,11 +108,12 @@ class Database:
                 **({} if address.ssl is None else {"ssl": address.ssl}),
             },
         )
+        self._pool = Pool(engine, pool_size)
 
     async def close(self) -> None:
         """Wait for transactions whose callers have left, then close the connections."""
         await self._in_flight.drain()
-        await self._engine.dispose()
+        await self._pool.close()
 
     async def transact(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         """Do `work` on a connection, and commit if it began a transaction. Repeats it after a collision. Raises
@@ -123,16 +126,16 @@ class Database:
         for longest_s in COLLISION_PAUSES_S:
             try:
                 return await self._once(work)
-            except Collision:
+            except Collision as error:
+                if error.is_in_doubt:
+                    raise
                 await asyncio.sleep(random.uniform(0.0, longest_s))
         return await self._once(work)
 
     async def _once(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         connection: Connection | None = None
         try:
-            async with self._engine.connect() as pooled:
-                connection = Connection(pooled)
-                await connection.open()
+            async with self._pool.lend(timeout_s=CONNECT_TIMEOUT_S) as connection:
                 try:
                     result = await work(connection)
                     await connection.finish()
@@ -146,10 +149,10 @@ class Database:
                 raise
             # What caused a rejection quotes the row; so it stays behind.
             raise translated from (None if isinstance(translated, Rejected) else error)
-        except PoolTimeout as error:
+        except PoolTimeout:
             raise StoreUnavailable(
                 f"all connections to {self.place} are in use, and none came back within {CONNECT_TIMEOUT_S:g} s"
-            ) from error
+            ) from None
         except (OSError, TimeoutError) as error:
             if (remedy := tls.explain(error, TLS_OPTIONS)) is not None:
                 not_ready = StoreNotReady(f"Postgres at {self.place} is not ready: {remedy}")
@@ -195,8 +198,10 @@ def _rejection(error: BaseException) -> str:
 def _in_doubt(error: Exception, connection: Connection | None) -> Exception:
     """Only what was sent to be committed leaves a doubt, and only where nobody says that it was sent back."""
     if isinstance(error, StoreUnavailable):
-        may_have_committed = connection is not None and connection.may_have_committed
-        error.is_in_doubt = may_have_committed and not isinstance(error, Collision | LockTimeout)
+        was_sent_back = isinstance(error, Collision | LockTimeout)
+        error.is_in_doubt = connection is not None and (
+            connection.has_committed or (connection.may_have_committed and not was_sent_back)
+        )
     return error
 
 

@@ -153,6 +153,7 @@ async def list_tasks(
     connection: Connection, *, service: str | None, states: Collection[TaskState], limit: int
 ) -> list[Task]:
     """The newest tasks first."""
+    await connection.begin_survey()
     where, values = _filter(service, states)
     statement = text(LIST.format(where=where))
     return [task_of(row) for row in await rows(connection, statement, limit=limit, **values)]
@@ -162,6 +163,7 @@ async def summarise_tasks(
     connection: Connection, *, service: str | None, states: Collection[TaskState], limit: int
 ) -> list[Summary]:
     """The newest tasks first, without their payloads."""
+    await connection.begin_survey()
     where, values = _filter(service, states)
     statement = text(SUMMARIES.format(where=where))
     return [_summary_of(row) for row in await rows(connection, statement, limit=limit, **values)]
@@ -175,6 +177,7 @@ async def find_ids(connection: Connection, *, prefix: str, limit: int) -> list[T
 
 async def count_services(connection: Connection) -> list[ServiceCount]:
     """Every service that has a task in the table. It reads the whole table."""
+    await connection.begin_survey()
     return [
         ServiceCount(row.service, row.unfinished_count, row.nameless_count) for row in await rows(connection, SERVICES)
     ]
@@ -182,11 +185,13 @@ async def count_services(connection: Connection) -> list[ServiceCount]:
 
 async def find_late(connection: Connection, *, grace: timedelta) -> list[Late]:
     """What should have moved more than `grace` ago, by service. Nothing, while sweeper and workers keep up."""
+    await connection.begin_survey()
     found = await rows(connection, LATE, grace_s=grace.total_seconds())
     return [Late(row.service, row.overdue_count, row.unlooked_count, timedelta(seconds=row.oldest_s)) for row in found]
 
 
 async def count_tasks(connection: Connection) -> dict[TaskState, int]:
+    await connection.begin_survey()
     return {TaskState(row.state): row.number for row in await rows(connection, COUNTS)}
 
 

@@ -79,7 +79,7 @@ class Value(msgspec.Struct, frozen=True, gc=False):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-class Recorded(Value):
+class Recorded(Value, frozen=True):
     """An ended piece of work: a step, a note, or a call that was closed. `seq` orders all of a task's."""
 
     key: str
@@ -92,7 +92,7 @@ class Recorded(Value):
     call_id: CallId | None = None
 
 
-class OpenCall(Value):
+class OpenCall(Value, frozen=True):
     """A call that a row knows and nobody has answered yet."""
 
     call_id: CallId
@@ -103,7 +103,7 @@ class OpenCall(Value):
     due_at: datetime | None
 
 
-class NewEntry(Value):
+class NewEntry(Value, frozen=True):
     """A step or note that just ended, to be recorded."""
 
     key: str
@@ -114,7 +114,7 @@ class NewEntry(Value):
     value: bytes
 
 
-class NewCall(Value):
+class NewCall(Value, frozen=True):
     """A call to be opened. `body` is the message to send, kept so that anyone can send it again.
 
     `idle` and `hard` count from the commit that opens the call, by Postgres's clock. A timer has only `hard`; a
@@ -134,7 +134,7 @@ class NewCall(Value):
     hard: timedelta | None = None
 
 
-class Group(Value):
+class Group(Value, frozen=True):
     """A wait: met at `need` successes, or when that many are out of reach; `need=None`: when all have ended."""
 
     calls: tuple[CallId, ...]
@@ -149,7 +149,7 @@ class Group(Value):
         return ok >= self.need or ok + still_open < self.need
 
 
-class Changes(Value):
+class Changes(Value, frozen=True):
     """What a run wants recorded in one commit. `waits` given: and then it wants to be put down."""
 
     entries: tuple[NewEntry, ...] = ()
@@ -158,7 +158,7 @@ class Changes(Value):
     waits: tuple[Group, ...] | None = None
 
 
-class Committed(Value):
+class Committed(Value, frozen=True):
     """The answer to `Changes`: is the task parked now, or are there news to go on with under the same epoch.
 
     `news` holds, in order of `seq`, everything that ended since the run last looked, its own entries included.
@@ -168,21 +168,21 @@ class Committed(Value):
     news: tuple[Recorded, ...] = ()
 
 
-class History(Value):
+class History(Value, frozen=True):
     """What the rows of a task know when a run begins. Empty for a task that has no row."""
 
     recorded: tuple[Recorded, ...] = ()
     open_calls: tuple[OpenCall, ...] = ()
 
 
-class Address(Value):
+class Address(Value, frozen=True):
     """Where an answer goes: the requester's queue and the correlation id it knows the request by."""
 
     reply_to: str
     correlation_id: str | None
 
 
-class Caller(Value):
+class Caller(Value, frozen=True):
     """Who asked for a task: what the app made of a token, and never the token itself.
 
     `claims` are whatever the app wants to know of the caller later, fit for JSON.
@@ -192,7 +192,7 @@ class Caller(Value):
     claims: Mapping[str, Any] = {}
 
 
-class Birth(Value):
+class Birth(Value, frozen=True):
     """A task's row as it is first written, by whoever writes it first."""
 
     task_id: TaskId
@@ -209,7 +209,7 @@ class Birth(Value):
     caller: Caller | None = None
 
 
-class Task(Value):
+class Task(Value, frozen=True):
     """A task row: all that a replica needs to pick the task up, and all that `show` prints."""
 
     task_id: TaskId
@@ -241,7 +241,7 @@ class Task(Value):
     caller: Caller | None = None
 
 
-class Peer(Value):
+class Peer(Value, frozen=True):
     """A call as the wire needs it: to send it (again), or to tell its peer that nobody waits any more."""
 
     call_id: CallId
@@ -260,21 +260,21 @@ class Peer(Value):
 # --- what a run writes, and how it ends -------------------------------------------------------------------------
 
 
-class Going(Value):
+class Going(Value, frozen=True):
     """Record and go on under a lease. `is_detached`: the trigger is acked, only the lease looks after the run now."""
 
     lease: timedelta
     is_detached: bool = False
 
 
-class Park(Value):
+class Park(Value, frozen=True):
     """Put the task down until a group is met. The lease is for going on when one already is."""
 
     groups: tuple[Group, ...]
     lease: timedelta
 
 
-class Finish(Value):
+class Finish(Value, frozen=True):
     """The final state. `is_detached`: no unacked trigger would bring a lost final reply back, so the sweeper will."""
 
     state: TaskState
@@ -284,7 +284,7 @@ class Finish(Value):
     is_detached: bool = False
 
 
-class Again(Value):
+class Again(Value, frozen=True):
     """The attempt failed; forget the failures it stumbled over and run again after a delay."""
 
     delay: timedelta
@@ -293,14 +293,14 @@ class Again(Value):
     forget: tuple[str, ...] = ()
 
 
-class Hold(Value):
+class Hold(Value, frozen=True):
     """This code cannot run the task; keep it, say why, try again later."""
 
     delay: timedelta
     failure: bytes
 
 
-class Put(Value):
+class Put(Value, frozen=True):
     """One write of a run, fenced by `epoch` and by the checkpoint it follows. `birth` given: there is no row yet."""
 
     task_id: TaskId
@@ -313,7 +313,7 @@ class Put(Value):
     progress: Mapping[str, Any] | None = None
 
 
-class PutDone(Value):
+class PutDone(Value, frozen=True):
     """The write is in. `cancels` are the calls it closed whose peers should hear of it."""
 
     epoch: int
@@ -325,7 +325,7 @@ class PutDone(Value):
     addresses: tuple[Address, ...] = ()  # whom the row knows to want the answer; none for a birth
 
 
-class PutRefused(Value):
+class PutRefused(Value, frozen=True):
     """Another replica owns the task, or it has ended: nothing was written. `task` is what is there, None: no row."""
 
     task: Task | None
@@ -334,7 +334,7 @@ class PutRefused(Value):
 # --- what arrives ---------------------------------------------------------------------------------------------
 
 
-class Arrival(Value):
+class Arrival(Value, frozen=True):
     """A reply to one call. `state` None is a progress, which closes nothing; TIMED_OUT needs a call that is due.
 
     `service` is whose queue it came on: another service's call is unknown there. Empty: any.
@@ -348,7 +348,7 @@ class Arrival(Value):
     service: str = ""
 
 
-class Wake(Value):
+class Wake(Value, frozen=True):
     """A `resume` message: pick the task up if it still stands at this epoch and its time is over.
 
     `service` is whose queue it came on: another service's task is unknown there. Empty: any.
@@ -360,14 +360,14 @@ class Wake(Value):
     service: str = ""
 
 
-class Request(Value):
+class Request(Value, frozen=True):
     """A request whose task may have a row already; one is made if not, and granted."""
 
     birth: Birth
     is_redelivered: bool = False
 
 
-class CancelAsk(Value):
+class CancelAsk(Value, frozen=True):
     """Cancel a task of this service by its id, or by the correlation id its requester used. `task_id` names the
     tombstone too.
     """
@@ -392,14 +392,14 @@ class Verdict(StrEnum):
     CONFLICT = "conflict"  # the same identity with another body
 
 
-class Unsent(Value):
+class Unsent(Value, frozen=True):
     """What a task's rows say was perhaps never sent."""
 
     calls: tuple[Peer, ...] = ()
     is_final_unsent: bool = False
 
 
-class Ruling(Value):
+class Ruling(Value, frozen=True):
     """The store's answer to one arrival.
 
     `task` is there for whoever runs the task or answers for it; a claim names all other tasks by id and state alone,

@@ -63,7 +63,7 @@ class Store:
         self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put_locked)
         self._claim: Batcher[Arrival, Ruling] = batcher("claim", claims.claim, lease=lease)
         self._create: Batcher[Request, Ruling | None] = batcher("accept", claims.create, lease=lease)
-        self._accept: Batcher[Request, Ruling] = batcher("accept", claims.accept, lease=lease)
+        self._accept: Batcher[Request, Ruling | None] = batcher("accept", claims.accept, lease=lease)
         self._resume: Batcher[Wake, Ruling] = batcher("resume", claims.resume, lease=lease)
         self._cancel: Batcher[CancelAsk, Ruling] = batcher("cancel", cancels.cancel)
         self._find: Batcher[TaskId, Task | None] = batcher("find", queries.find_tasks)
@@ -103,7 +103,10 @@ class Store:
 
     async def accept(self, request: Request) -> Ruling:
         """Find or make the row of a request."""
-        return await self._create.submit(request) or await self._accept.submit(request)
+        while True:
+            ruling = await self._create.submit(request) or await self._accept.submit(request)
+            if ruling is not None:
+                return ruling  # else retention took the row between the two, and the next try is the first
 
     async def resume(self, wake: Wake) -> Ruling:
         """Pick a task up whose lease or retry time is over."""

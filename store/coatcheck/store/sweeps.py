@@ -235,6 +235,7 @@ async def repair(connection: Connection, *, after: UUID, limit: int, quiet: time
 
 async def without_waker(connection: Connection, *, limit: int = 100) -> list[TaskId]:
     """Unfinished tasks that nothing in SQL would ever move. It returns nothing; `doctor` asks."""
+    await connection.begin_survey()
     return [row.id for row in await rows(connection, ALL_WITHOUT_WAKER, limit=limit)]
 
 
