@@ -14,7 +14,6 @@ from typing import Any
 from uuid import UUID
 
 import structlog
-from msgspec.structs import replace
 from prometheus_client import Counter
 from structlog.contextvars import bind_contextvars
 
