@@ -61,10 +61,12 @@ class Maker:
         self.tasks: list[Task] = []  # as they once were: what a run that stood still believes
         self.puts: list[Put] = []
         self.calls: list[CallId] = []
+        self._seen: dict[tuple[TaskId, int, int], int] = {}
 
     def by(self, data: st.DataObject) -> Maker:
         """Make the next batch by these choices. It is about few tasks, so that they meet in it."""
         self._data = data
+        self._seen = {}
         self._near = self.some(self.births, least=1, most=3)
         return self
 
@@ -143,12 +145,15 @@ class Maker:
         new = [one for one in (*self._near, *self.births) if one.task_id not in self._tables.tasks]
         newborn = self.one(new if new and kind != "birth" else self._near)
         changes = self._changes(newborn.task_id)
-        return Put(newborn.task_id, 0, 0, 0, changes, self._end(newborn.task_id, changes), birth=newborn)
+        # A birth knows of no older call; those of an earlier life of the task may be gone when it is put again.
+        return Put(newborn.task_id, 0, 0, 0, changes, self._end(None, changes), birth=newborn)
 
     def _put_of(self, task: Task) -> Put:
         changes = self._changes(task.task_id)
         end = self._end(task.task_id, changes)
-        seen = self.one(range(max(0, task.seq - 3), task.seq + 1))
+        # Of one instant: which of two puts of a run goes first is told by their order only if it has seen one thing.
+        run = (task.task_id, task.epoch, task.checkpoint)
+        seen = self._seen.setdefault(run, self.one(range(max(0, task.seq - 3), task.seq + 1)))
         progress = {"done": 1} if self.maybe() else None
         return Put(task.task_id, task.epoch, task.checkpoint, seen, changes, end, progress=progress)
 
@@ -160,7 +165,7 @@ class Maker:
             closes=tuple(self.some(waited, most=self.one([0, 0, 1]))),
         )
 
-    def _end(self, task_id: TaskId, changes: Changes) -> End:
+    def _end(self, task_id: TaskId | None, changes: Changes) -> End:
         lease, value = self.one(LEASES), b"value" if self.maybe() else b"another"
         traceback = self.one([None, "a line with a \0"])
         match self._weighted({"park": 10, "going": 6, "again": 6, "finish": 4, "hold": 2, "refused": 1}):
@@ -179,9 +184,9 @@ class Maker:
             case _:
                 return Going(lease, is_detached=self.maybe())
 
-    def _groups(self, task_id: TaskId, changes: Changes) -> Iterable[Group]:
+    def _groups(self, task_id: TaskId | None, changes: Changes) -> Iterable[Group]:
         """Waits for calls that exist or are opened with them, but not for what is given up."""
-        known = (call.new for call in self._tables.calls_of.get(task_id, ()))
+        known = (call.new for call in (self._tables.calls_of.get(task_id, ()) if task_id else ()))
         members = [
             call.call_id
             for call in (*known, *changes.opens)
