@@ -53,7 +53,7 @@ fmt: venv ## Fix what the linter can fix, then format
 simulate: venv ## Simulate N schedules of faults from seed FIRST, then every crash there is for one task
 	$(BIN)/python -m tests.simulation --first $(FIRST) --count $(N)
 	$(BIN)/python -m tests.simulation --exhaustive
-	$(BIN)/python -m tests.simulation --bugs --count 2000
+	$(BIN)/python -m tests.simulation --bugs --count 6000
 
 .PHONY: chaos
 chaos: venv ## Kill, freeze, cut and fill up everything, then check (TASKS=50000 MINUTES=30 SEED=1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import pytest
 from tests.cli.kit import Cli, with_store
 from tests.store.kit import (
@@ -112,7 +112,9 @@ def test_ps_tells_progress_and_why_a_task_is_held(store_cli: Cli, store_url: str
         await _hold(store)
         task = await start(store, birth(service="busy"))
         put = put_of(task, going())
-        await written(store, dataclasses.replace(put, progress={"done": 3.0, "total": 10, "message": "reading\x1b[2J"}))
+        await written(
+            store, msgspec.structs.replace(put, progress={"done": 3.0, "total": 10, "message": "reading\x1b[2J"})
+        )
 
     with_store(store_url, arrange)
     lines = {line.split()[1].partition("/")[0]: line for line in store_cli("ps").stdout.splitlines()[1:]}

@@ -8,7 +8,7 @@ import signal
 from collections.abc import MutableMapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import asyncpg
@@ -17,6 +17,7 @@ from tests import services
 from tests.broker.proxy import Proxy
 from tests.flow.harness import Rig, until
 
+from coatcheck import points
 from coatcheck.store import Store, Task, TaskState
 from coatcheck.worker import Worker
 
@@ -28,12 +29,29 @@ def free_port() -> int:
 
 
 class CommitCutter(Proxy):
-    """A proxy before Postgres that can lose the answer to a COMMIT: it was done, and nobody was told."""
+    """A proxy before Postgres that can lose the answer to a commit: it was done, and nobody was told.
+
+    Most commits are single statements without a COMMIT. Which one commits is told by the replica, in this very process.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._is_armed = False
+        self._is_committing = False
+        self._ours: set[bytes] = set()
         self.cut_count = 0
+
+    async def __aenter__(self) -> Self:
+        points.arm(self._on_reach)
+        return await super().__aenter__()
+
+    async def __aexit__(self, *_: Any) -> None:
+        points.arm(None)
+        await super().__aexit__(*_)
+
+    def _on_reach(self, point: str) -> None:
+        if self._is_armed and point == "before_commit":
+            self._is_armed, self._is_committing = False, True
 
     def cut_next_commit(self) -> None:
         self._is_armed = True
@@ -46,9 +64,9 @@ class CommitCutter(Proxy):
             with suppress(OSError):
                 while chunk := await source.read(_CHUNK):
                     await is_open.wait()
-                    is_last = self._is_armed and b"COMMIT" in chunk
+                    is_last = self._commits(chunk) and self._is_committing
                     if is_last:
-                        self._is_armed = False
+                        self._is_committing = False
                         self._open["down"].clear()
                     sink.write(chunk)
                     await sink.drain()
@@ -57,6 +75,15 @@ class CommitCutter(Proxy):
         finally:
             self._writers.discard(sink)
             sink.transport.abort()
+
+    def _commits(self, chunk: bytes) -> bool:
+        """Whether a statement on our tables is executed, or a transaction ended. Between its preparation (Parse, with a
+        name) and its execution (Bind, of that name) the driver may ask questions of its own about types.
+        """
+        kind, name = chunk[:1], chunk[5:].lstrip(b"\0").partition(b"\0")[0]
+        if kind == b"P" and b"coatcheck." in chunk:
+            self._ours.add(name)
+        return b"COMMIT" in chunk or (kind == b"B" and name in self._ours)
 
     async def _lose_the_answer(self) -> None:
         """Long enough for Postgres to have committed: the answer is held back, then the line goes dead."""

@@ -50,7 +50,7 @@ def test_a_crash_at_every_await_and_every_pair_of_points_loses_nothing() -> None
 
 @pytest.mark.timeout(900)
 def test_every_planted_bug_is_found() -> None:
-    ended = simulate("--bugs", "--count", "2000")
+    ended = simulate("--bugs", "--count", "6000")
 
     found = re.search(r"found (\d+) of (\d+) planted bugs", ended.stdout)
     assert found is not None, ended.stdout + ended.stderr

@@ -440,3 +440,19 @@ async def test_same_reply_on_two_replicas_at_once_is_applied_once(store, other, 
         rulings = await asyncio.gather(store.claim(ok(first)), other.claim(ok(first, is_redelivered=is_redelivered)))
 
         assert sorted(ruling.verdict for ruling in rulings) == [Verdict.DUPLICATE, Verdict.RECORDED]
+
+
+async def test_row_that_this_code_cannot_read_keeps_nobody_elses_grant(store, sql):
+    """The write is committed by then: tried again, the others would be duplicates of themselves."""
+    asked = [call() for _ in range(6)]
+    parked = [await park(store, [one]) for one in asked]
+    newer = '[["replies", "1", "a field of a newer release"]]'
+    await sql.execute("UPDATE coatcheck.task SET addresses = $1 WHERE id = $2", newer, parked[3])
+
+    first = store.claim(ok(call()))  # while it is under way the others come together
+    await asyncio.sleep(0)
+    rulings: list = await asyncio.gather(*(store.claim(ok(one)) for one in asked), return_exceptions=True)
+    await first
+
+    assert isinstance(rulings.pop(3), TypeError)
+    assert [ruling.verdict for ruling in rulings] == [Verdict.GRANTED] * 5

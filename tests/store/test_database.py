@@ -6,12 +6,12 @@ from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 from sqlalchemy import text
-from tests.store.kit import calls, new_id, ok, park
+from tests.store.kit import birth, birth_put, calls, going, new_id, ok, park
 
 from coatcheck import points
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
-from coatcheck.store.database import Database, LockTimeout, StoreNotReady, parse_address
+from coatcheck.store.database import SERVER_SETTINGS, Database, LockTimeout, StoreNotReady, parse_address
 
 
 @pytest.fixture
@@ -199,6 +199,33 @@ async def test_statement_that_was_sent_back_leaves_no_doubt(database):
         await database.transact(lambda it: it.execute(statement))
 
     assert not caught.value.is_in_doubt
+
+
+async def test_write_that_postgres_refused_leaves_no_doubt(store_url, sql, monkeypatch):
+    monkeypatch.setitem(SERVER_SETTINGS, "default_transaction_read_only", "on")  # as after a failover
+    store = Store(store_url)
+
+    with pytest.raises(StoreUnavailable) as caught:
+        await store.put(birth_put(birth(), going()))
+
+    assert not caught.value.is_in_doubt
+    await store.close()
+
+
+async def test_first_statement_that_takes_too_long_is_not_tried_on_other_connections(store_url, sql, monkeypatch):
+    monkeypatch.setitem(SERVER_SETTINGS, "statement_timeout", "200ms")
+    database = Database(store_url)
+
+    async def read(connection):
+        await connection.read(text("SELECT nextval('tries'), pg_sleep(5)"))
+
+    await sql.execute("CREATE SEQUENCE tries")
+    with pytest.raises(StoreUnavailable):
+        await database.transact(read)
+
+    assert await sql.fetchval("SELECT last_value FROM tries") == 1
+    await sql.execute("DROP SEQUENCE tries")
+    await database.close()
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["transaction", "statement"])

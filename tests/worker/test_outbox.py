@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from coatcheck.broker import Message, Outgoing, Routing, connect
 from coatcheck.errors import BrokerUnavailable, OversizedMessage
 from coatcheck.worker.metrics import Metrics
-from coatcheck.worker.outbox import Outbox
+from coatcheck.worker.outbox import MOST_IN_BATCH, Outbox
 
 
 class Recording:
@@ -89,6 +89,17 @@ async def test_message_that_is_refused_fails_alone():
         assert isinstance(refused, OversizedMessage)
         assert fine == [Routing.ROUTED, Routing.ROUTED]
         assert await broker.depth("research") == 4
+
+
+async def test_a_large_parcel_leaves_in_portions():
+    broker = Recording()
+    outbox = outbox_of(broker)
+    broker.may_go.set()
+
+    routings = await outbox.publish(messages(*["a"] * MOST_IN_BATCH, "nowhere"))
+
+    assert broker.batches == [MOST_IN_BATCH, 1]
+    assert routings == [Routing.ROUTED] * MOST_IN_BATCH + [Routing.NO_ROUTE]
 
 
 async def test_nothing_to_publish_asks_nobody():

@@ -31,7 +31,14 @@ class Busy:
     key: Hashable
 
 
-Commit = Callable[[Sequence[In], bool], Awaitable[Sequence[Out | Busy]]]
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """What a commit returns for an item it has written and cannot answer: what its row holds makes no sense here."""
+
+    error: Exception
+
+
+Commit = Callable[[Sequence[In], bool], Awaitable[Sequence[Out | Busy | Unreadable]]]
 Observe = Callable[[str, int, float], None]
 
 
@@ -121,13 +128,15 @@ class Batcher(Generic[In, Out]):
         await self._commit_batch(batch[:middle], waits=waits)
         await self._commit_batch(batch[middle:], waits=waits)
 
-    def _hand_over(self, waiting: _Waiting[In, Out], result: Out | Busy, *, waits: bool) -> None:
+    def _hand_over(self, waiting: _Waiting[In, Out], result: Out | Busy | Unreadable, *, waits: bool) -> None:
         if isinstance(result, Busy):
             waiting.lane_rounds += waits
             if waiting.lane_rounds > _MAX_LANE_ROUNDS:
                 _fail([waiting], StoreUnavailable(f"a row stayed busy for {_MAX_LANE_ROUNDS} transactions"))
             else:
                 self._move_to_lane(waiting, key=result.key)
+        elif isinstance(result, Unreadable):
+            _fail([waiting], result.error)
         elif not waiting.future.done():
             waiting.future.set_result(result)
 

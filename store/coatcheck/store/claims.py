@@ -1,10 +1,10 @@
 """Taking things up by row lock: replies, resumes and requests. Exactly one replica gets each.
 
 A claim is two statements. The first reads the calls and how their tasks stand, without a lock; what to do is decided by
-that. The second does all of it: it locks each task, if it is still the very version of the row that was read (`xmin`
 that. The second does all of it: it locks each task, if it is still the version of the row that was read (`xmin` is
 the transaction that wrote it), locks the calls, closes them, stores the values, counts whether a group is met, wakes.
-all that was read still is so, and what the statement itself sees of the calls is too. Without a lock and a version from
+Whatever changes a task's calls writes the task's row too; so where the version holds, all that was read still is so,
+and what the statement itself sees of the calls is too. Without a lock and a version from
 before the count, two last replies that arrive together would each see the other's call open, and nobody would resume
 the task. What is locked elsewhere or has changed is left out, and claimed in a lane of its own, which locks first.
 
@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 from sqlalchemy import text
 
-from coatcheck.store.batcher import Busy
+from coatcheck.store.batcher import Busy, Unreadable
 from coatcheck.store.births import INSERT_BIRTHS, REQUEST_TRIGGER, birth_values, running
 from coatcheck.store.connection import Connection
 from coatcheck.store.database import columns, rows
@@ -181,12 +182,15 @@ class _Batch:
         return seq
 
 
-Rulings = dict[int, Ruling | Busy | None]
+Answer = Ruling | Busy | Unreadable | None
+Rulings = dict[int, Answer]
+UNREADABLE = (LookupError, TypeError, ValueError, msgspec.MsgspecError)
+"""What bytes and words that somebody else wrote are known to raise."""
 
 
 async def claim(
     connection: Connection, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta
-) -> Sequence[Ruling | Busy | None]:
+) -> Sequence[Answer]:
     """Apply replies, progress and timeouts; grant the tasks whose wait they end."""
     ids = [arrival.call_id for arrival in arrivals]
     if waits:
@@ -255,9 +259,7 @@ def _take_over(batch: _Batch, index: int, task_id: TaskId, version: Version, *, 
         batch.grants[task_id] = (index, trigger)
 
 
-async def resume(
-    connection: Connection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta
-) -> Sequence[Ruling | Busy | None]:
+async def resume(connection: Connection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta) -> Sequence[Answer]:
     """Grant tasks whose lease or retry time is over, if they still stand at the epoch the message names."""
     ids = [one.task_id for one in wakes]
     if waits:
@@ -304,7 +306,7 @@ async def create(
 
 async def accept(
     connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
-) -> Sequence[Ruling | Busy | None]:
+) -> Sequence[Answer]:
     """Let the row of each request answer for itself. None: there is none any more."""
     await connection.begin()
     locked = await lock_tasks(connection, (one.birth.task_id for one in requests), waits=waits)
@@ -344,9 +346,7 @@ def _joined(one: Request, task: Task) -> Task | None:
     return replace(task, addresses=(*task.addresses, address))
 
 
-async def _answer(
-    connection: Connection, batch: _Batch, rulings: Rulings, lease: timedelta
-) -> Sequence[Ruling | Busy | None]:
+async def _answer(connection: Connection, batch: _Batch, rulings: Rulings, lease: timedelta) -> Sequence[Answer]:
     """Write what was decided, tell the granted runs what they need, and put the rulings in order."""
     written = await _write(connection, batch, lease)
     if len(written) < len(batch.versions):
@@ -354,13 +354,23 @@ async def _answer(
     for task_id, (known, row) in written.items():
         if known is not None:
             index, _ = batch.grants.get(task_id) or batch.perhaps[task_id]
-            ruling = rulings[index]
-            assert isinstance(ruling, Ruling)
-            history = history_of(_with_what_closed(known, batch))
-            rulings[index] = replace(ruling, verdict=Verdict.GRANTED, task=task_of(row), history=history)
+            rulings[index] = _granted(rulings[index], _with_what_closed(known, batch), row)
     if batch.came_back:
         await _find_unsent(connection, batch, rulings)
     return [rulings[index] for index in range(len(rulings))]
+
+
+def _granted(
+    ruling: Ruling | Busy | Unreadable | None, known: Iterable[Sequence[Any]], row: Any
+) -> Ruling | Unreadable:
+    """A grant with all the run needs. It is committed by now: were the whole batch to fail for one row that this code
+    cannot read, such as one of a newer release, it would be repeated, and each item taken for a duplicate of itself.
+    """
+    assert isinstance(ruling, Ruling)
+    try:
+        return replace(ruling, verdict=Verdict.GRANTED, task=task_of(row), history=history_of(known))
+    except UNREADABLE as error:
+        return Unreadable(error)
 
 
 async def _write(
@@ -408,7 +418,11 @@ async def _find_unsent(connection: Connection, batch: _Batch, rulings: Rulings) 
     missing = [task_id for index in came_back if (task_id := batch.came_back[index]) not in tasks]
     if missing:
         tasks |= (await read_tasks(connection, missing, locks=False)).tasks
-    unsent = await load_unsent(connection, tasks.values())
+    try:
+        unsent = await load_unsent(connection, tasks.values())
+    except UNREADABLE as error:
+        rulings |= dict.fromkeys(came_back, Unreadable(error))
+        return
     for index, ruling in came_back.items():
         task = tasks.get(batch.came_back[index])
         if task is not None:

@@ -38,7 +38,9 @@ _DEAD = (
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
     asyncpg.PostgresConnectionError,
-    asyncpg.OperatorInterventionError,
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+    asyncpg.CannotConnectNowError,
 )
 """What a connection says whose other end is gone, or is going."""
 
@@ -100,8 +102,14 @@ class Pool:
                 return link
             await link.drop()
         core = await self._engine.connect()
-        driver: Any = (await core.get_raw_connection()).driver_connection
-        await driver.reset_type_codec("jsonb", schema="pg_catalog")  # text will do; SQLAlchemy would have it decoded
+        try:
+            driver: Any = (await core.get_raw_connection()).driver_connection
+            await driver.reset_type_codec(
+                "jsonb", schema="pg_catalog"
+            )  # text will do; SQLAlchemy would have it decoded
+        except BaseException:
+            await Link(core, None).drop()
+            raise
         return Link(core, driver)
 
     async def close(self) -> None:
@@ -131,8 +139,9 @@ class Connection:
         self.has_committed = False
 
     async def begin(self) -> None:
-        """Begin a transaction. Comes before any statement."""
-        self._transaction = await self._on_a_live_one(self._begin)
+        """Begin a transaction, unless one is begun. Comes before any statement."""
+        if self._transaction is None:
+            self._transaction = await self._on_a_live_one(self._begin)
 
     async def begin_survey(self) -> None:
         """Begin a transaction in which a whole table may be read, which the settings of a connection rule out."""

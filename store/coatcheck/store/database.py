@@ -91,11 +91,18 @@ class StoreNotReady(StoreUnavailable):
 
 
 class Database:
-    """A pool of connections and the one way to run a transaction on it."""
+    """A pool of connections and the one way to run a transaction on it.
 
-    def __init__(self, url: str, *, pool_size: int = 8, command_timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+    With `begins` each operation begins a transaction, also one of a single statement. That is two round trips more, and
+    less doubt: of a server that falls silent before the COMMIT it is known that nothing was written.
+    """
+
+    def __init__(
+        self, url: str, *, pool_size: int = 8, command_timeout_s: float = COMMAND_TIMEOUT_S, begins: bool = False
+    ) -> None:
         address = parse_address(url)
         self.url = address.url
+        self._begins = begins
         self._in_flight = InFlight()
         engine = create_async_engine(
             self.url,
@@ -137,6 +144,8 @@ class Database:
         try:
             async with self._pool.lend(timeout_s=CONNECT_TIMEOUT_S) as connection:
                 try:
+                    if self._begins:
+                        await connection.begin()
                     result = await work(connection)
                     await connection.finish()
                 except BaseException as error:
@@ -144,7 +153,7 @@ class Database:
                     raise
                 return result
         except (DBAPIError, *DRIVER_ERRORS) as error:
-            translated = _in_doubt(self._translated(error), connection)
+            translated = _in_doubt(self._translated(error), connection, cause=_driver_error(error))
             if translated is error:
                 raise
             # What caused a rejection quotes the row; so it stays behind.
@@ -195,10 +204,12 @@ def _rejection(error: BaseException) -> str:
     return f"constraint {constraint}" if constraint else type(error).__name__
 
 
-def _in_doubt(error: Exception, connection: Connection | None) -> Exception:
-    """Only what was sent to be committed leaves a doubt, and only where nobody says that it was sent back."""
+def _in_doubt(error: Exception, connection: Connection | None, *, cause: BaseException | None = None) -> Exception:
+    """Only what was sent to be committed leaves a doubt, and only where Postgres does not say that it was sent back: by
+    an error in answer to it. One that ends the connection too, which it calls FATAL, may come after the commit.
+    """
     if isinstance(error, StoreUnavailable):
-        was_sent_back = isinstance(error, Collision | LockTimeout)
+        was_sent_back = getattr(cause, "severity_en", None) == "ERROR"
         error.is_in_doubt = connection is not None and (
             connection.has_committed or (connection.may_have_committed and not was_sent_back)
         )

@@ -19,6 +19,7 @@ States of a task, and who moves it::
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, NewType
@@ -77,6 +78,10 @@ class Value(msgspec.Struct, frozen=True, gc=False):
     def __repr__(self) -> str:
         shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in _PAYLOADS)
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """What a traceback drawn by rich shows: no more than any other."""
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name not in _PAYLOADS]
 
 
 class Recorded(Value, frozen=True):
@@ -182,14 +187,15 @@ class Address(Value, frozen=True):
     correlation_id: str | None
 
 
-class Caller(Value, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Caller:
     """Who asked for a task: what the app made of a token, and never the token itself.
 
     `claims` are whatever the app wants to know of the caller later, fit for JSON.
     """
 
     subject: str
-    claims: Mapping[str, Any] = {}
+    claims: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 class Birth(Value, frozen=True):

@@ -41,9 +41,10 @@ class Store:
     """
 
     def __init__(
-        self, url: str, *, lease: timedelta = timedelta(seconds=60), pool_size: int = 8, observe: Observe | None = None
-    ) -> None:
-        self._database = Database(url, pool_size=pool_size)
+        self, url: str, *, lease: timedelta = timedelta(seconds=60), pool_size: int = 8, observe: Observe | None = None,
+        begins: bool = False,
+    ) -> None:  # fmt: skip
+        self._database = Database(url, pool_size=pool_size, begins=begins)
         # Half the pool, so that locked rows leave connections for the rest.
         self._wire(lane=asyncio.Semaphore(max(1, pool_size // 2)), lease=lease, observe=observe)
 

@@ -120,7 +120,7 @@ HASTEN_HELD = text("""
     UPDATE coatcheck.task SET due_at = clock_timestamp(), look_at = clock_timestamp()
      WHERE id IN (SELECT id FROM coatcheck.task
                    WHERE look_at IS NOT NULL AND state = 'held' AND service = CAST(:service AS text)
-                   ORDER BY id FOR UPDATE SKIP LOCKED)
+                   ORDER BY look_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
     RETURNING id
 """)
 MARK_SENT = text("""
@@ -255,9 +255,9 @@ async def renew(
     return Renewed(mine, {row.id for row in await rows(connection, STILL_RUNNING, **asked)} - mine)
 
 
-async def hasten_held(connection: Connection, service: str) -> int:
-    """Let the held tasks of a service be tried again now, whatever their pauses. Gives how many there are."""
-    return len(await rows(connection, HASTEN_HELD, service=service))
+async def hasten_held(connection: Connection, service: str, *, limit: int = 1000) -> int:
+    """Let held tasks of a service be tried again now, whatever their pauses. Gives their count."""
+    return len(await connection.execute(HASTEN_HELD, {"service": service, "limit": limit}))
 
 
 async def mark_sent(connection: Connection, calls: Sequence[CallId]) -> None:

@@ -97,7 +97,8 @@ def show(*, service: str, letter: str, full: bool, broker: str | None, as_json: 
 
     found = _pick(asyncio.run(run()), letter)
     if as_json:
-        emit_json(_document(found) | {"headers": found.message.headers, "body": read_message(found.message).as_json()})
+        message = found.message
+        emit_json(_document(found) | {"headers": dict(message.headers), "body": read_message(message).as_json()})
     else:
         _print_letter(found, limit=None if full else LONGEST_BODY)
 

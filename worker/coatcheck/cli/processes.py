@@ -269,11 +269,11 @@ def loop_factory(loop: EventLoop) -> Callable[[], asyncio.AbstractEventLoop]:
 def settle_in() -> None:
     """Make a process that runs for long spend less on itself: collecting garbage took a sixth of a busy worker's CPU.
 
-    What was imported stays, so the collector need not look at it. Runs leave no knots behind, only handlers may: so it
-    looks when more has piled up than some hundred runs hold while they live. From here on nobody configures the logs
-    again.
+    What was imported stays, so the collector need not look at it. Most runs leave no knots behind; one that fails may,
+    with all that its handler held: so it looks when as much has piled up as some hundred runs are made of. From here on
+    nobody configures the logs again.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(10_000, 20, 20)
     structlog.configure(cache_logger_on_first_use=True)

@@ -82,6 +82,9 @@ class End(msgspec.Struct):
     def __repr__(self) -> str:
         return f"End({self.state})"  # its value is the users'
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("state", self.state)]
+
 
 class Executor:
     """Runs tasks that are this replica's to run."""
@@ -381,8 +384,8 @@ class Executor:
     async def _finish(self, live: Live, host: TaskHost, end: End) -> None:
         """Commit the end if there is a row or a reason for one, publish the final reply, ack."""
         live.is_settled = True
-        if live.is_being_written:
-            async with live.writing:  # a detach that is under way makes the row; no other begins once we are settled
+        if live.lock is not None:
+            async with live.lock:  # a detach that is under way makes the row; no other begins once we are settled
                 pass
         is_stored = host.recorder is not None and (live.has_row or self._is_worth_a_row(live, end))
         if is_stored:

@@ -18,7 +18,7 @@ from coatcheck.broker.port import Delivery
 from coatcheck.errors import MalformedMessage
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.runtime import Runtime
-from coatcheck.worker.tracking import make_untracked
+from coatcheck.worker.tracking import ensure_factory, make_untracked
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +38,7 @@ class Hops:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
+        ensure_factory(self._loop)  # so that tasks of deliveries, too, are made by a factory that was set before ours
         self._running: set[asyncio.Future[Any]] = set()
         self._is_over = False
 

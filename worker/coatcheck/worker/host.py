@@ -70,6 +70,12 @@ class Finished(msgspec.Struct, frozen=True):
     value: Any
     changes: Changes = NO_CHANGES
 
+    def __repr__(self) -> str:
+        return "Finished()"  # its value is the users'
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return []
+
 
 class Raised(msgspec.Struct, frozen=True):
     """The handler raised. `forget` are the keys of the recorded failures that led to it, for the next attempt."""

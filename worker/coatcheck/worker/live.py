@@ -82,16 +82,15 @@ class Live(msgspec.Struct, eq=False):
     def __repr__(self) -> str:
         return f"Live({self.task_id}, epoch={self.epoch})"  # its request is the users'
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("task_id", self.task_id), ("epoch", self.epoch)]
+
     @property
     def writing(self) -> asyncio.Lock:
         """Held by whoever writes for the run; made for the first who does."""
         if self.lock is None:
             self.lock = asyncio.Lock()
         return self.lock
-
-    @property
-    def is_being_written(self) -> bool:
-        return self.lock is not None and self.lock.locked()
 
     @property
     def has_row(self) -> bool:

@@ -105,7 +105,7 @@ class Outbox:
             while self._waiting:
                 parcels, batch = self._take()
                 try:
-                    fates = iter(await self._publish(batch))
+                    fates = iter(await self._publish_all(batch))
                 except TransientError as error:
                     for parcel in parcels:
                         parcel.fail(error)
@@ -123,6 +123,13 @@ class Outbox:
             parcels.append(self._waiting.popleft())
             batch += parcels[-1].messages
         return parcels, batch
+
+    async def _publish_all(self, batch: Sequence[Outgoing]) -> Sequence[Routing | Exception]:
+        """In portions: the broker has so long for each, and a parcel may be ten thousand calls of one task."""
+        fates: list[Routing | Exception] = []
+        for at in range(0, len(batch), MOST_IN_BATCH):
+            fates += await self._publish(batch[at : at + MOST_IN_BATCH])
+        return fates
 
     async def _publish(self, batch: Sequence[Outgoing]) -> Sequence[Routing | Exception]:
         """Publish a batch; one that fails for a reason of its own is split until the message alone fails."""

@@ -111,7 +111,7 @@ class Tracker:
     """The live tasks of one run."""
 
     __slots__ = (
-        "_idle_passes", "_is_scheduled", "_seen", "batch", "busy_passes", "current", "durable_count", "is_over",
+        "_idle_passes", "_is_scheduled", "_seen", "batch", "busy_passes", "durable_count", "is_over",
         "is_putting_down", "live", "loop", "moves", "owner",
     )  # fmt: skip
 
@@ -119,7 +119,6 @@ class Tracker:
         self.owner = owner
         self.loop = loop
         self.live: dict[Driver, None] = {}
-        self.current: Driver | None = None
         """The branch that takes a step right now."""
         self.durable_count = 0
         self.moves = 0
@@ -256,7 +255,6 @@ class Driver(Coroutine[Any, Any, Any]):
             _ = self.scope  # children are numbered in the order of their first steps, which is that of their making
         self.waits_on = None
         tracker = self.tracker
-        tracker.current = self
         try:
             future = step(value)
         except StopIteration as stop:
@@ -267,8 +265,6 @@ class Driver(Coroutine[Any, Any, Any]):
             if isinstance(error, KeyboardInterrupt) or not (self.is_root or tracker.is_putting_down):
                 raise
             future, value = _ENDED, None  # an error that its own frames hold would never be freed
-        finally:
-            tracker.current = None
         if future is _ENDED:
             # The owner has the error. A cancelled task is the quiet end: nobody is told of one never retrieved.
             raise asyncio.CancelledError
@@ -372,9 +368,7 @@ def current_driver() -> Driver | None:
 
 
 def driver_in(tracker: Tracker) -> Driver | None:
-    """The branch of this very run that runs now; the same as `current_driver`, where there is one."""
-    if tracker.current is not None and asyncio._get_running_loop() is tracker.loop:  # noqa: SLF001 - None in a thread
-        return tracker.current
+    """The branch of this very run that runs now."""
     driver = current_driver()
     return driver if driver is not None and driver.tracker is tracker else None
 

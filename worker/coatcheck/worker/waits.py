@@ -47,6 +47,9 @@ class Slot(msgspec.Struct, eq=False):
     def __repr__(self) -> str:
         return f"Slot({self.key!r})"  # its value is the users'
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("key", self.key)]
+
     def settle(self, recorded: Recorded) -> bool:
         assert self.wait is not None
         self.is_live = False

@@ -144,7 +144,11 @@ class Worker:
 
     async def _assemble(self, stack: AsyncExitStack, broker: Broker) -> Runtime:
         settings = self.settings
-        store = (self._open_store or Store)(settings.store, lease=settings.lease, observe=self._observe)
+        # A task that may go on in RAM must know for certain that it has no row.
+        is_falling = settings.checkpointing is Checkpointing.PREFERRED
+        store = (self._open_store or Store)(
+            settings.store, lease=settings.lease, observe=self._observe, begins=is_falling
+        )
         stack.push_async_callback(store.close)
         self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, metrics=self.metrics)
         stack.push_async_callback(self._gate.stop)

@@ -62,8 +62,10 @@ class MemoryStore(Store):
     """One replica's store over tables that it may share with others."""
 
     def __init__(
-        self, tables: Tables, *, lease: timedelta = timedelta(seconds=60), observe: Observe | None = None
-    ) -> None:
+        self, tables: Tables, *, lease: timedelta = timedelta(seconds=60), observe: Observe | None = None,
+        begins: bool = False,
+    ) -> None:  # fmt: skip
+        """`begins` makes no difference here: an operation is one step, and there is nothing to be in doubt about."""
         self.tables = tables
         self._in_flight = InFlight()
         self._wire(lane=asyncio.Semaphore(LANE_WIDTH), lease=lease, observe=observe)
