@@ -21,6 +21,8 @@ LOOPS = {
     "batched": ("-m", "bench.bare", "batched"),
     "bare": ("-m", "bench.bare", "reply"),
 }
+WORKERS = {"flows": 1, "pair": 2}
+"""So many processes of the worker stand behind a role, for each replica that is asked for."""
 _PORT = re.compile(r'"port": ?(\d+)')
 
 
@@ -43,9 +45,10 @@ class Crew:
             for _ in range(replicas):
                 queues = self.bench.queue(role), self.bench.queue("echo")
                 await self._start(role, *LOOPS[role], *queues, awaits="ready")
-        if "flows" in roles:
-            for _ in range(replicas):
-                await self._start_ours("flows", "worker", "bench.flows:app", awaits="worker_started")
+        for role in sorted(roles & WORKERS.keys()):
+            for _ in range(replicas * WORKERS[role]):
+                await self._start_ours(role, "worker", "bench.flows:app", awaits="worker_started")
+        if roles & WORKERS.keys():
             await self._start_ours("sweeper", "sweeper", awaits="sweeper_started")
         self._probes = {role: await self._make_probe(role) for role in roles}
 
@@ -60,12 +63,14 @@ class Crew:
 
     async def _start(self, group: str, *command: str, awaits: str) -> None:
         settings = {"COATCHECK_SWEEPER_QUEUE": self.bench.hints_queue, "COATCHECK_HEALTH_PORT": "0"}
+        if group in WORKERS:
+            settings["BENCH_SERVICE"] = self.bench.queue(group)
         process = await self.bench.start(*command, awaits=awaits, **settings)
         self._pids.setdefault(group, []).append(process.pid)
 
     async def _make_probe(self, role: str) -> Probe:
         groups = {"worker": self._pids[role], "peer": self._pids["peer"]}
-        if role == "flows":
+        if role in WORKERS:
             groups["sweeper"] = self._pids["sweeper"]
         servers = {"rabbitmq": find_rabbitmq(), "postgres": await find_postgres(self.sql)}
         return Probe(self.sql, groups | {name: [pid] for name, pid in servers.items() if pid is not None})
@@ -86,6 +91,6 @@ class Crew:
         self._count_asked += 1
         stats = self.client.broker.stats
         asked, heard = stats.published_count - self._count_asked, stats.delivered_count - self._count_asked
-        if role == "flows":
+        if role in WORKERS:
             return asked + answered + sum([await published_by(port) for port in self._ports])
         return asked + answered + answered + heard

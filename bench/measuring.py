@@ -19,7 +19,7 @@ FEWEST_IDLE = 5
 class Plan:
     rounds: int = 3
     count: int = 1000
-    idle_count: int = 40
+    idle_count: int = 100
     settle_s: float = 1.1
     """Long enough for the marks that a worker writes a second after a call left."""
 

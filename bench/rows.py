@@ -21,7 +21,7 @@ class Kind(StrEnum):
 class Row:
     name: str
     role: str
-    """Whose queue the requests go to: `flows` is a worker, the others are loops without the framework."""
+    """Whose queue the requests go to: `flows` is a worker, `pair` two, the others are loops without the framework."""
     about: str
     handler: str | None = None
     kind: Kind = Kind.LIFECYCLES
@@ -34,7 +34,7 @@ class Row:
 
     @property
     def is_ours(self) -> bool:
-        return self.role == "flows"
+        return self.role in ("flows", "pair")
 
 
 ROWS = {
@@ -49,6 +49,7 @@ ROWS = {
             "fan4",
             yardsticks=("naive", "batched"),
         ),
+        Row("fan-4-x2", "pair", "fan-4 with two replicas on one queue", "fan4"),
         Row("fan-1", "flows", "the same with one call", "fan1"),
         Row("bare", "bare", "consume and reply on the worker's own client, no database", weight=4, yardsticks=()),
         Row("no-wait", "flows", "a handler that does not wait", "no_wait", weight=4, yardsticks=("bare", "fan-4")),

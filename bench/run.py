@@ -22,7 +22,7 @@ from sqlalchemy.engine import make_url
 from coatcheck.broker import connect
 
 ROOT = Path(__file__).parent.parent
-ROLES = ("flows", "echo", "silent", "naive", "batched", "bare")
+ROLES = ("flows", "pair", "echo", "silent", "naive", "batched", "bare")
 READY_S = 30.0
 LOOK_AGAIN_S = 0.02
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import MutableMapping
+from contextvars import ContextVar, copy_context
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, TextIO
 
 import msgspec
@@ -29,6 +32,7 @@ _GUARDED_KEYS = dict.fromkeys(("body", "payload"), "<withheld {}>")
 _GUARDED_KEYS |= dict.fromkeys(("password", "secret", "token", "authorization", "api_key"), "***")
 _HANDLER_NAME = "coatcheck"
 _BYTES = (bytes, bytearray, memoryview)
+_PLAIN = frozenset({int, float, bool, type(None)})
 
 
 def configure(
@@ -43,11 +47,12 @@ def configure(
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared = _shared_processors()
     renderer = _renderer(log_format, has_colors=stream.isatty())
+    writer = structlog.WriteLogger(stream)
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         context_class=dict,
-        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        logger_factory=lambda *_: writer,
         cache_logger_on_first_use=False,  # so that configuring again reaches loggers already in use
     )
     _route_stdlib(shared, renderer, threshold=threshold, stream=stream)
@@ -61,7 +66,7 @@ def default_format(stream: TextIO | None = None) -> LogFormat:
 
 def _shared_processors() -> list[Processor]:
     return [
-        structlog.contextvars.merge_contextvars,
+        _merge_context,
         structlog.processors.add_log_level,
         _add_timestamp,
         structlog.processors.StackInfoRenderer(),
@@ -94,14 +99,40 @@ def _route_stdlib(shared: list[Processor], renderer: Processor, *, threshold: in
     logging.captureWarnings(True)
 
 
-def _add_timestamp(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    event["timestamp"] = f"{datetime.now(UTC).isoformat()[:-6]}Z"
+def _merge_context(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """What `structlog.contextvars.merge_contextvars` does, but it takes the name of a variable apart once."""
+    for variable, value in copy_context().items():
+        key = _bound_key(variable)
+        if key is not None and value is not ...:  # what was unbound again
+            event.setdefault(key, value)
     return event
+
+
+@lru_cache(maxsize=1024)
+def _bound_key(variable: ContextVar[Any]) -> str | None:
+    """The key that structlog keeps in this variable; None: somebody else's variable."""
+    prefix = structlog.contextvars.STRUCTLOG_KEY_PREFIX
+    return variable.name.removeprefix(prefix) if variable.name.startswith(prefix) else None
+
+
+def _add_timestamp(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    second, nanos = divmod(time.time_ns(), 1_000_000_000)
+    event["timestamp"] = f"{_shown_second(second)}.{nanos // 1000:06}Z"
+    return event
+
+
+@lru_cache(maxsize=1)
+def _shown_second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).isoformat()[:-6]
 
 
 def _protect(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     """Keep payloads and secrets out of a line, whichever key they came under."""
-    return _protected_items(event)
+    for key, value in event.items():
+        is_plain = "=" not in value and "://" not in value if type(value) is str else type(value) in _PLAIN
+        if not is_plain or key in _GUARDED_KEYS:
+            return _protected_items(event)
+    return event  # nothing to hide: most lines are like that
 
 
 def _protected_items(items: MutableMapping[str, Any]) -> dict[str, Any]:
