@@ -60,6 +60,20 @@ async def test_an_outage_is_told_to_everyone_in_the_batch_and_to_nobody_else():
     assert await outbox.publish(messages("a")) == [Routing.ROUTED]
 
 
+async def test_what_was_confirmed_before_an_outage_is_not_told_of_it():
+    """A batch of two portions: whose messages were all in the first is done, and need not be published again."""
+    broker = Recording(fails_at=2)
+    outbox = outbox_of(broker)
+    broker.may_go.set()
+
+    large = [*messages("a") * (MOST_IN_BATCH - 1), *messages("b") * (MOST_IN_BATCH + 1)]
+    done, lost = await asyncio.gather(outbox.publish(messages("a")), outbox.publish(large), return_exceptions=True)
+
+    assert done == [Routing.ROUTED]
+    assert isinstance(lost, BrokerUnavailable)
+    assert broker.batches == [MOST_IN_BATCH, MOST_IN_BATCH]  # the rest is not tried
+
+
 async def test_caller_who_gives_up_does_not_stop_the_others():
     broker = Recording()
     outbox = outbox_of(broker)

@@ -45,15 +45,13 @@ class _Parcel:
     routings: asyncio.Future[list[Routing]]
 
     def settle(self, fates: list[Routing | Exception]) -> None:
+        if self.routings.done():
+            return  # whoever waited has left
         failure = next((fate for fate in fates if isinstance(fate, Exception)), None)
         if failure is not None:
-            self.fail(failure)
-        elif not self.routings.done():
+            self.routings.set_exception(failure)
+        else:
             self.routings.set_result(cast("list[Routing]", fates))
-
-    def fail(self, error: Exception) -> None:
-        if not self.routings.done():
-            self.routings.set_exception(error)
 
 
 class Outbox:
@@ -104,14 +102,11 @@ class Outbox:
         try:
             while self._waiting:
                 parcels, batch = self._take()
-                try:
-                    fates = iter(await self._publish_all(batch))
-                except TransientError as error:
-                    for parcel in parcels:
-                        parcel.fail(error)
-                else:
-                    for parcel in parcels:
-                        parcel.settle([*itertools.islice(fates, len(parcel.messages))])
+                # In portions: the broker has so long for each, and a parcel may be ten thousand calls of one task.
+                starts = range(0, len(batch), MOST_IN_BATCH)
+                fates = iter(await self._publish_parts(batch[at : at + MOST_IN_BATCH] for at in starts))
+                for parcel in parcels:
+                    parcel.settle([*itertools.islice(fates, len(parcel.messages))])
         finally:
             self._sender = None
 
@@ -124,11 +119,12 @@ class Outbox:
             batch += parcels[-1].messages
         return parcels, batch
 
-    async def _publish_all(self, batch: Sequence[Outgoing]) -> Sequence[Routing | Exception]:
-        """In portions: the broker has so long for each, and a parcel may be ten thousand calls of one task."""
+    async def _publish_parts(self, parts: Iterable[Sequence[Outgoing]]) -> list[Routing | Exception]:
+        """Publish one part after the other. Once the broker is away the rest is not tried: each would wait in vain."""
         fates: list[Routing | Exception] = []
-        for at in range(0, len(batch), MOST_IN_BATCH):
-            fates += await self._publish(batch[at : at + MOST_IN_BATCH])
+        for part in parts:
+            is_away = bool(fates) and isinstance(fates[-1], TransientError)
+            fates += [fates[-1]] * len(part) if is_away else await self._publish(part)
         return fates
 
     async def _publish(self, batch: Sequence[Outgoing]) -> Sequence[Routing | Exception]:
@@ -136,13 +132,13 @@ class Outbox:
         reach("before_publish")
         try:
             routings = await self._broker.publish(batch)
-        except TransientError:
-            raise
+        except TransientError as error:
+            return [error] * len(batch)
         except Exception as error:  # noqa: BLE001 - whatever one message did must not reach its neighbours
             if len(batch) == 1:
                 return [error]
             middle = len(batch) // 2
-            return [*await self._publish(batch[:middle]), *await self._publish(batch[middle:])]
+            return await self._publish_parts((batch[:middle], batch[middle:]))
         reach("after_publish")
         self._metrics.published.inc(len(batch))
         return routings
@@ -153,8 +149,8 @@ class Outbox:
         if not calls:
             return
         routings = await self.publish(call_message(call, reply_to=reply_to) for call in calls)
-        lost = [call for call, routing in zip(calls, routings, strict=True) if routing is Routing.NO_ROUTE]
-        if lost:
+        if Routing.NO_ROUTE in routings:
+            lost = [call for call, routing in zip(calls, routings, strict=True) if routing is Routing.NO_ROUTE]
             self._metrics.no_route.inc(len(lost))
             log.warning("calls_had_no_route", peers=sorted({call.peer for call in lost}), call_count=len(lost))
             for service in sorted({call.service for call in lost}):
