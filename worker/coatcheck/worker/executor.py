@@ -116,14 +116,15 @@ class Executor:
             self._running_count += 1
             begun_s = time.perf_counter()
             try:
-                # For the rest of this delivery's task: each has one of its own, and its context goes with it.
-                # The id of a request's task was bound when it was read.
-                bind_contextvars(
-                    handler=live.handler_name or "",
-                    attempt=live.attempt,
-                    trace_id=tracing.trace_id_of(live.traceparent),
-                    **({"task_id": str(live.task_id)} if is_resume else {}),
-                )
+                if live.has_row:
+                    # For the rest of this delivery's task: each has one of its own, and its context goes with it.
+                    # Of a request without a row all was bound when it was read.
+                    bind_contextvars(
+                        task_id=str(live.task_id),
+                        handler=live.handler_name or "",
+                        attempt=live.attempt,
+                        trace_id=tracing.trace_id_of(live.traceparent),
+                    )
                 return await self._execute(live, is_last=is_last)
             finally:
                 runtime.slots.release(size)

@@ -21,6 +21,7 @@ from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected, Tran
 from coatcheck.points import reach
 from coatcheck.store.births import REQUEST_TRIGGER
 from coatcheck.store.rows import Address, Birth, Caller, Request, Ruling, TaskId, Verdict
+from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.callers import digest_with, find_caller
 from coatcheck.worker.deadletters import bury
@@ -70,7 +71,15 @@ class Requests:
     async def _handle(self, delivery: Delivery, request: wire.Request, *, is_known: bool, is_in_doubt: bool) -> None:
         runtime = self._runtime
         task_id = task_id_of(runtime.app.service, request.identity)
-        bind_contextvars(task_id=str(task_id), correlation_id=request.correlation_id)
+        handler = runtime.app.find_handler(request.handler)
+        handler_name = request.handler if handler is None else handler.name
+        bind_contextvars(
+            task_id=str(task_id),
+            correlation_id=request.correlation_id,
+            handler=handler_name or "",
+            attempt=1,
+            trace_id=tracing.trace_id_of(request.traceparent),
+        )
         try:
             caller = None if runtime.app.identify is None else await self._find_caller(delivery, request, task_id)
         except Unauthorized as error:
@@ -82,13 +91,12 @@ class Requests:
             await asyncio.sleep(min(LONGEST_UNKNOWN_CALLER_PAUSE_S, 2.0 ** min(delivery.delivery_count - 1, 10)))
             delivery.requeue()
             return
-        handler = runtime.app.find_handler(request.handler)
         make_birth = partial(
             birth_of,
             request,
             service=runtime.app.service,
             task_id=task_id,
-            handler=request.handler if handler is None else handler.name,
+            handler=handler_name,
             version=runtime.app.version,
             caller=caller,
         )
