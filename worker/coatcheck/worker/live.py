@@ -41,8 +41,6 @@ class Live(msgspec.Struct, eq=False):
     """When its lease began to count, if it has one."""
     make_birth: Callable[[], Birth] | None = None
     """Makes what the row would be, while there is none: most tasks that never wait need none at all."""
-    digest: bytes = b""
-    """Of the request, while there is no row to know it."""
     caller: Caller | None = None
     keeps_result: bool = False
     epoch: int = 0
@@ -95,6 +93,12 @@ class Live(msgspec.Struct, eq=False):
     @property
     def has_row(self) -> bool:
         return self.make_birth is None
+
+    @property
+    def digest(self) -> bytes:
+        """Of the request, while there is no row to know it. Hardly anybody asks."""
+        assert self.make_birth is not None
+        return self.make_birth().digest
 
     def attach(self, delivery: Delivery) -> None:
         """The trigger has come back while its run lives here: this is the delivery to settle with the run."""

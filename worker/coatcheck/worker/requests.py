@@ -220,7 +220,6 @@ class Requests:
             begun_s=now_s,
             renewed_s=now_s,
             make_birth=make_birth,
-            digest=digest_with(request.digest, caller),
             caller=caller,
             keeps_result=request.keep,
             version=self._runtime.app.version,
