@@ -71,15 +71,12 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
-class Body:
+class Body(msgspec.Struct):
     """Bytes and how to read them. `content_type` is one of the values of `BodyFormat`; `raw` is as it came."""
 
-    __slots__ = ("_value", "content_type", "raw")
-
-    def __init__(self, content_type: BodyFormat, raw: bytes, *, value: Any = _UNSET) -> None:
-        self.content_type = content_type
-        self.raw = raw
-        self._value = value
+    content_type: BodyFormat
+    raw: bytes
+    _value: Any = _UNSET
 
     @classmethod
     def of(cls, value: Any, content_type: BodyFormat = BodyFormat.JSON) -> Body:
@@ -128,6 +125,9 @@ class Body:
     def __repr__(self) -> str:
         return f"Body({self.content_type}, {len(self.raw)} bytes)"
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("content_type", self.content_type), ("size", len(self.raw))]
+
 
 def parse_body(
     raw: bytes, content_type: str | None, *, content_encoding: str | None = None, limits: Limits = DEFAULT_LIMITS
@@ -146,7 +146,7 @@ def parse_body(
     if not content_type:
         return _sniff(raw, limits)
     form = find_format(content_type)
-    return Body(form, raw, value=_decode_checked(raw, form, limits))
+    return Body(form, raw, _decode_checked(raw, form, limits))
 
 
 @lru_cache(maxsize=256)
@@ -173,14 +173,14 @@ def find_format(content_type: str) -> BodyFormat:
 def _sniff(raw: bytes, limits: Limits) -> Body:
     """Read a body without content type: JSON, else UTF-8 text, else bytes. RabbitMQ's tutorial sends such bodies."""
     try:
-        return Body(BodyFormat.JSON, raw, value=_decode_checked(raw, BodyFormat.JSON, limits))
+        return Body(BodyFormat.JSON, raw, _decode_checked(raw, BodyFormat.JSON, limits))
     except MalformedMessage as exc:
         if exc.code == "too_deep" and not _is_undecodable(raw):
             raise
     try:
-        return Body(BodyFormat.TEXT, raw, value=raw.decode())
+        return Body(BodyFormat.TEXT, raw, raw.decode())
     except UnicodeDecodeError:
-        return Body(BodyFormat.BYTES, raw, value=raw)
+        return Body(BodyFormat.BYTES, raw, raw)
 
 
 def _is_undecodable(raw: bytes) -> bool:
