@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -21,7 +22,6 @@ from coatcheck.errors import InvalidSettings, MalformedMessage, OversizedMessage
 T = TypeVar("T")
 
 _UNSET: Any = object()
-_decode_json = msgspec.json.Decoder().decode
 
 
 class BodyFormat(StrEnum):
@@ -41,6 +41,7 @@ CONTENT_TYPES = {
     BodyFormat.TEXT: "text/plain; charset=utf-8",
     BodyFormat.BYTES: "application/octet-stream",
 }
+_DIGESTS = {form: hashlib.sha256(form.encode() + b"\0") for form in BodyFormat}
 PROBLEM = "application/problem+json"
 
 _MSGPACK_TYPES = frozenset({"application/msgpack", "application/x-msgpack", "application/vnd.msgpack"})
@@ -110,7 +111,9 @@ class Body(msgspec.Struct):
     @property
     def digest(self) -> bytes:
         """SHA-256 over format and bytes: equal for equal requests, whatever the sender called the content type."""
-        return hashlib.sha256(self.content_type.encode() + b"\0" + self.raw).digest()
+        hashed = _DIGESTS[self.content_type].copy()
+        hashed.update(self.raw)
+        return hashed.digest()
 
     @property
     def mime_type(self) -> str:
@@ -172,8 +175,9 @@ def find_format(content_type: str) -> BodyFormat:
 
 def _sniff(raw: bytes, limits: Limits) -> Body:
     """Read a body without content type: JSON, else UTF-8 text, else bytes. RabbitMQ's tutorial sends such bodies."""
+    form = BodyFormat.JSON
     try:
-        return Body(BodyFormat.JSON, raw, _decode_checked(raw, BodyFormat.JSON, limits))
+        return Body(form, raw, _decode_checked(raw, form, limits))
     except MalformedMessage as exc:
         if exc.code == "too_deep" and not _is_undecodable(raw):
             raise
@@ -193,8 +197,10 @@ def _is_undecodable(raw: bytes) -> bool:
 
 
 def _decode_checked(raw: bytes, form: BodyFormat, limits: Limits) -> Any:
-    if form is BodyFormat.JSON and _is_json_deeper_than(raw, limits.max_depth):
-        raise MalformedMessage("too_deep", f"nested deeper than {limits.max_depth}")
+    if form is BodyFormat.JSON:
+        if _is_json_deeper_than(raw, limits.max_depth):
+            raise MalformedMessage("too_deep", f"nested deeper than {limits.max_depth}")
+        return _decode(raw, form)
     value = _decode(raw, form)
     if form is BodyFormat.MSGPACK or form is BodyFormat.CBOR:
         _check_tree(value, limits.max_depth, max_nodes=len(raw))
@@ -203,17 +209,7 @@ def _decode_checked(raw: bytes, form: BodyFormat, limits: Limits) -> Any:
 
 def _decode(raw: bytes, form: BodyFormat) -> Any:
     try:
-        match form:
-            case BodyFormat.JSON:
-                return _decode_json(raw)
-            case BodyFormat.MSGPACK:
-                return msgspec.msgpack.decode(raw)
-            case BodyFormat.CBOR:
-                return _decode_cbor(raw)
-            case BodyFormat.TEXT:
-                return raw.decode()
-            case BodyFormat.BYTES:
-                return raw
+        return _DECODERS[form](raw)
     except RecursionError as exc:
         raise MalformedMessage("too_deep", "nested deeper than the decoder can follow") from exc
     except (ValueError, TypeError, OverflowError) as exc:
@@ -271,6 +267,15 @@ _CBOR_TAGS = {
 }
 
 
+_DECODERS: dict[BodyFormat, Callable[[bytes], Any]] = {
+    BodyFormat.JSON: msgspec.json.Decoder().decode,
+    BodyFormat.MSGPACK: msgspec.msgpack.Decoder().decode,
+    BodyFormat.CBOR: _decode_cbor,
+    BodyFormat.TEXT: bytes.decode,
+    BodyFormat.BYTES: bytes,
+}
+
+
 def _cbor() -> Any:
     try:
         import cbor2
@@ -291,6 +296,8 @@ def _is_json_deeper_than(raw: bytes, depth: int) -> bool:
     to the decoder, which refuses it: it only gets here if it has many brackets, and then its depth is unknown, so we
     say too deep.
     """
+    if raw.find(b"[") < 0 and raw.find(b"{") < 0:  # a fifth of the time that counting takes
+        return False
     if raw.count(b"[") + raw.count(b"{") <= depth:
         return False
     brackets = _JSON_STRING.sub(b"", raw).translate(_SQUARE, _NOT_BRACKETS)
