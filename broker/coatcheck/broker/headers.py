@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from coatcheck.broker.bodies import Limits
-from coatcheck.broker.port import Message
+from coatcheck.broker.port import HeaderValue, Message
 from coatcheck.errors import MalformedMessage
 
 VERSION = 1
@@ -85,10 +86,14 @@ class Head:
     def __init__(self, message: Message, limits: Limits) -> None:
         self.message = message
         self.limits = limits
-        broken = message.headers.get(BROKEN)
+        if message.headers:
+            self._check_contract(message.headers)
+
+    def _check_contract(self, headers: Mapping[str, HeaderValue]) -> None:
+        broken = headers.get(BROKEN)
         if broken is not None:
             raise MalformedMessage("bad_properties", str(broken)[:_MAX_DETAIL] or "said to be broken")
-        version = message.headers.get(CONTRACT)
+        version = headers.get(CONTRACT)
         if version is not None and (isinstance(version, bool) or str(version) != str(VERSION)):
             raise MalformedMessage("wrong_version", f"{CONTRACT} {str(version)[:64]!r}; this is version {VERSION}")
 
@@ -132,10 +137,12 @@ class Head:
 
     def find_instant(self, name: str) -> datetime | None:
         value = self.message.headers.get(name)
+        if value is None:
+            return None
         try:
             instant = value if isinstance(value, datetime) else _parse_instant(self.find_text(name))
-            if instant is None:
-                return None
+            if instant is None or instant.tzinfo is UTC:
+                return instant
             return (instant if instant.tzinfo else instant.replace(tzinfo=UTC)).astimezone(UTC)
         except (ValueError, OverflowError):
             raise MalformedMessage("bad_header", f"{name} is {str(value)[:64]!r}; it must be ISO-8601, UTC") from None
@@ -163,8 +170,9 @@ class Head:
 
     def find_tracestate(self) -> str | None:
         value = self.message.headers.get("tracestate")
-        is_usable = isinstance(value, str) and len(value) <= _MAX_TRACESTATE and value.isprintable()
-        return value if is_usable and isinstance(value, str) and self.find_traceparent() else None
+        if not isinstance(value, str) or len(value) > _MAX_TRACESTATE or not value.isprintable():
+            return None
+        return value if self.find_traceparent() else None
 
 
 def _parse_instant(text: str | None) -> datetime | None:

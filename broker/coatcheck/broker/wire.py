@@ -75,12 +75,23 @@ def parse_request(message: Message, limits: Limits = DEFAULT_LIMITS) -> Request:
         raise MalformedMessage("unknown_kind", f"{KIND} {kind!r} on a requests queue")
     body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
     digest = body.digest
+    handler, identity = head.find_property("type"), _find_identity(head, digest)
+    correlation_id, reply_to = head.find_property("correlation_id"), head.find_property("reply_to")
+    if not message.headers:  # as with most strangers: there is nothing to look up
+        return Request(
+            handler=handler,
+            body=body,
+            identity=identity,
+            correlation_id=correlation_id,
+            reply_to=reply_to,
+            digest=digest,
+        )
     return Request(
-        handler=head.find_property("type"),
+        handler=handler,
         body=body,
-        identity=_find_identity(head, digest),
-        correlation_id=head.find_property("correlation_id"),
-        reply_to=head.find_property("reply_to"),
+        identity=identity,
+        correlation_id=correlation_id,
+        reply_to=reply_to,
         key=head.find_text(KEY),
         task=head.find_text(TASK),
         deadline=head.find_instant(DEADLINE),
@@ -189,18 +200,20 @@ def parse_reply(message: Message, limits: Limits = DEFAULT_LIMITS) -> Reply:
     head = Head(message, limits)
     kind = _find_reply_kind(head)
     correlation_id = head.find_property("correlation_id")
-    if kind is ReplyKind.RESUME:
-        return Reply(kind=kind, correlation_id=None, body=_NO_BODY, task=head.get_text(TASK), epoch=head.get_int(EPOCH))
-    if correlation_id is None:
+    if correlation_id is None and kind is not ReplyKind.RESUME:
         raise MalformedMessage("no_correlation_id", f"a {kind} must carry its call's correlation_id")
-    if kind is ReplyKind.TIMEOUT:
-        return Reply(kind=kind, correlation_id=correlation_id, body=_NO_BODY)
+    if kind is ReplyKind.RESULT:  # by far the most
+        body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
+        return Reply(kind=kind, correlation_id=correlation_id, body=body)
+    if kind is ReplyKind.PROGRESS:
+        body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
+        return Reply(kind=kind, correlation_id=correlation_id, body=body, progress=_read_progress(body))
     if kind is ReplyKind.ERROR:
         body, problem = _read_problem(message, limits)
         return Reply(kind=kind, correlation_id=correlation_id, body=body, problem=problem)
-    body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
-    progress = _read_progress(body) if kind is ReplyKind.PROGRESS else None
-    return Reply(kind=kind, correlation_id=correlation_id, body=body, progress=progress)
+    if kind is ReplyKind.TIMEOUT:
+        return Reply(kind=kind, correlation_id=correlation_id, body=_NO_BODY)
+    return Reply(kind=kind, correlation_id=None, body=_NO_BODY, task=head.get_text(TASK), epoch=head.get_int(EPOCH))
 
 
 def make_result(
