@@ -109,6 +109,18 @@ def test_request_round_trip(value: Any, identity: str, correlation_id: str, hand
     assert (request.traceparent, request.tracestate) == (TRACEPARENT, "a=b")
 
 
+class OtherInstant(datetime):
+    """As a library for tests would have it."""
+
+
+@given(instant=st.datetimes(timezones=st.just(UTC)))
+def test_deadline_is_written_as_isoformat_does(instant: datetime) -> None:
+    for deadline in (instant, instant.replace(microsecond=0), OtherInstant.fromtimestamp(0, UTC)):
+        message = make_request(Body.of(1), None, deadline=deadline)
+
+        assert message.headers["cc-deadline"] == deadline.isoformat()
+
+
 def test_identity_is_cc_id_then_message_id_then_a_hash_then_none() -> None:
     everything: dict[str, Any] = {"correlation_id": "c", "reply_to": "r", "message_id": "m"}
 

@@ -118,26 +118,40 @@ def make_request(
     token: str | None = None,
 ) -> Message:
     """Write a request. `message_id` is left to the adapter, which makes it unique per publish."""
-    if deadline is not None and deadline.tzinfo is not UTC:
-        deadline = deadline.astimezone(UTC)
-    headers: dict[str, HeaderValue] = {
-        IDENTITY: identity,
-        KEY: key,
-        TASK: task,
-        DEADLINE: deadline.isoformat() if deadline else None,
-        "traceparent": traceparent,
-        "tracestate": tracestate,
-        KEEP: True if keep else None,
-        AUTHORIZATION: f"Bearer {token}" if token else None,
-    }
+    headers: dict[str, HeaderValue] = {}
+    if identity is not None:
+        headers[IDENTITY] = identity
+    if key is not None:
+        headers[KEY] = key
+    if task is not None:
+        headers[TASK] = task
+    if deadline is not None:
+        headers[DEADLINE] = _written(deadline)
+    if traceparent is not None:
+        headers["traceparent"] = traceparent
+    if tracestate is not None:
+        headers["tracestate"] = tracestate
+    if keep:
+        headers[KEEP] = True
+    if token:
+        headers[AUTHORIZATION] = f"Bearer {token}"
     return Message(
         body=body.raw,
         correlation_id=correlation_id,
         reply_to=reply_to,
         content_type=body.mime_type,
         type=handler,
-        headers=_present(headers),
+        headers=headers,
     )
+
+
+def _written(instant: datetime) -> str:
+    """The text of `isoformat` in UTC. msgspec has it in a fifth of the time, but takes no subclasses."""
+    utc = instant if instant.tzinfo is UTC else instant.astimezone(UTC)
+    if type(utc) is not datetime:
+        return utc.isoformat()
+    text: str = msgspec.to_builtins(utc)
+    return text.replace("Z", "+00:00")
 
 
 def find_token(message: Message, limits: Limits = DEFAULT_LIMITS) -> str | None:
@@ -224,7 +238,7 @@ def make_result(
         body=body.raw,
         correlation_id=correlation_id,
         content_type=body.mime_type,
-        headers=_present({KIND: ReplyKind.RESULT.value, IDENTITY: identity, "traceparent": traceparent}),
+        headers=_final_headers(_RESULT, identity, traceparent),
     )
 
 
@@ -240,8 +254,20 @@ def make_error(
         body=Body.of(dict(problem)).raw,
         correlation_id=correlation_id,
         content_type=PROBLEM,
-        headers=_present({KIND: ReplyKind.ERROR.value, IDENTITY: identity, "traceparent": traceparent}),
+        headers=_final_headers(_ERROR, identity, traceparent),
     )
+
+
+_RESULT, _ERROR = ReplyKind.RESULT.value, ReplyKind.ERROR.value  # an Enum takes its time to tell
+
+
+def _final_headers(kind: str, identity: str | None, traceparent: str | None) -> dict[str, HeaderValue]:
+    headers: dict[str, HeaderValue] = {KIND: kind}
+    if identity is not None:
+        headers[IDENTITY] = identity
+    if traceparent is not None:
+        headers["traceparent"] = traceparent
+    return headers
 
 
 def make_progress(progress: Progress, correlation_id: str) -> Message:
