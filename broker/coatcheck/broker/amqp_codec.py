@@ -38,7 +38,7 @@ BLOCKED, UNBLOCKED = 0x0A003C, 0x0A003D
 CHANNEL_CLOSE, CHANNEL_CLOSE_OK = 0x140028, 0x140029
 _PUBLISH, _BASIC = 0x3C0028, 60
 
-_PERSISTENT = 2
+_PERSISTENT = bytes((2,))
 _CONTENT_TYPE, _CONTENT_ENCODING, _HEADERS, _DELIVERY_MODE, _PRIORITY = 0x8000, 0x4000, 0x2000, 0x1000, 0x0800
 _CORRELATION_ID, _REPLY_TO, _EXPIRATION, _MESSAGE_ID = 0x0400, 0x0200, 0x0100, 0x0080
 _TIMESTAMP, _TYPE, _USER_ID, _APP_ID, _CLUSTER_ID = 0x0040, 0x0020, 0x0010, 0x0008, 0x0004
@@ -46,7 +46,7 @@ _TIMESTAMP, _TYPE, _USER_ID, _APP_ID, _CLUSTER_ID = 0x0040, 0x0020, 0x0010, 0x00
 _SETTLE = struct.Struct(">BHIIQBB")
 _HEADER_START = struct.Struct(">HHQH")
 _HEADER_FRAME = struct.Struct(">BHIHHQ")
-_LONG, _TAG, _TEXT = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">cI")
+_FLAGS, _LONG, _TAG, _TEXT = struct.Struct(">H"), struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">cI")
 _END = bytes((FRAME_END,))
 # The size of a table's value by its type, for skipping; None: it begins with its length.
 _SIZES: dict[bytes, int | None] = {b"t": 1, b"b": 1, b"B": 1, b"U": 2, b"s": 2, b"u": 2, b"I": 4, b"i": 4, b"f": 4}
@@ -116,30 +116,36 @@ def _publish_method(channel: int, exchange: str, routing_key: str, mandatory: bo
 
 def _properties(message: Message, message_id: str) -> bytes:
     """Flags, then what they announce, in the order of the flags."""
-    flags = _DELIVERY_MODE | _MESSAGE_ID
-    parts = [b""]
-    if message.content_type:
-        flags |= _CONTENT_TYPE
-        parts.append(_short_name(message.content_type))
-    if message.content_encoding:
-        flags |= _CONTENT_ENCODING
-        parts.append(_short_name(message.content_encoding))
+    flags, content, reply_to, type_ = _common_properties(
+        message.content_type, message.content_encoding, message.reply_to, message.type
+    )
+    table = correlation_id = b""
     if message.headers and (table := _table(message.headers)):
         flags |= _HEADERS
-        parts += (_LONG.pack(len(table)), table)
-    parts.append(bytes((_PERSISTENT,)))
+        table = _LONG.pack(len(table)) + table
     if message.correlation_id:
         flags |= _CORRELATION_ID
-        parts.append(_short(message.correlation_id))
-    if message.reply_to:
-        flags |= _REPLY_TO
-        parts.append(_short_name(message.reply_to))
-    parts.append(_short(message_id))
-    if message.type:
-        flags |= _TYPE
-        parts.append(_short_name(message.type))
-    parts[0] = flags.to_bytes(2, "big")
+        correlation_id = _short(message.correlation_id)
+    parts = (_FLAGS.pack(flags), content, table, _PERSISTENT, correlation_id, reply_to, _short(message_id), type_)
     return b"".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _common_properties(
+    content_type: str | None, content_encoding: str | None, reply_to: str | None, type_: str | None
+) -> tuple[int, bytes, bytes, bytes]:
+    """What many messages have in common: flags, then both properties of the content, then `reply_to`, then `type`."""
+    flags = _DELIVERY_MODE | _MESSAGE_ID
+    flags |= _CONTENT_TYPE if content_type else 0
+    flags |= _CONTENT_ENCODING if content_encoding else 0
+    flags |= _REPLY_TO if reply_to else 0
+    flags |= _TYPE if type_ else 0
+    content = _short_if_any(content_type) + _short_if_any(content_encoding)
+    return flags, content, _short_if_any(reply_to), _short_if_any(type_)
+
+
+def _short_if_any(text: str | None) -> bytes:
+    return _short(text) if text else b""
 
 
 def _table(headers: Mapping[str, HeaderValue]) -> bytes:
@@ -173,7 +179,6 @@ def _short(text: str) -> bytes:
 
 
 _BYTES = [bytes((each,)) for each in range(256)]
-_short_name = lru_cache(maxsize=1024)(_short)  # for what many messages have in common
 _HEADER_NAMES = {name: _short(name) for name in MAY_PASS}
 
 # --- what we read ---
