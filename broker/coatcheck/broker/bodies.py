@@ -296,7 +296,7 @@ def _is_json_deeper_than(raw: bytes, depth: int) -> bool:
     to the decoder, which refuses it: it only gets here if it has many brackets, and then its depth is unknown, so we
     say too deep.
     """
-    if raw.find(b"[") < 0 and raw.find(b"{") < 0:  # a fifth of the time that counting takes
+    if raw.find(b"[", 1) < 0 and raw.find(b"{", 1) < 0:  # it is flat; seen in a fifth of the time that counting takes
         return False
     if raw.count(b"[") + raw.count(b"{") <= depth:
         return False
