@@ -237,23 +237,28 @@ def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message
 
     Raises ValueError or LookupError where properties run over the end.
     """
-    at, found, count, death = 14, dict[str, Any](), None, None
-    for name, size in _layout(_HEADER_START.unpack_from(header)[3]):
+    at, fields, count, death = 14, _NO_FIELDS.copy(), None, None
+    for field, size in _layout(_HEADER_START.unpack_from(header)[3]):
         if size == _SHORT:
             start = at + 1
             at = start + header[at]
-            if name is not None:
-                found[name] = header[start:at].decode()
+            if field:
+                fields[field] = header[start:at].decode()
         elif size == _TABLE:
             start = at + 4
             at = start + _LONG.unpack_from(header, at)[0]
-            found["headers"], count, death = _read_table(header, start, at, is_dead=is_dead)
+            fields[field], count, death = _read_table(header, start, at, is_dead=is_dead)
         else:
             at += size
     if at > len(header):
         raise ValueError("properties end before their time")
-    return Message(body, **found), count, death
+    fields[0] = body
+    return Message(*fields), count, death
 
+
+# A message's fields in their order, the body first: filled in by number, which is twice as fast as by name.
+_NO_FIELDS: list[Any] = [getattr(Message(), name) for name in Message.__struct_fields__]
+_FIELDS = {name: at for at, name in enumerate(Message.__struct_fields__)}
 
 _SHORT, _TABLE = -1, -2
 # Properties in their order, as far as we read: flag, name if it is ours to know, size.
@@ -273,11 +278,11 @@ _PROPERTIES: tuple[tuple[int, str | None, int], ...] = (
 
 
 @lru_cache(maxsize=256)
-def _layout(flags: int) -> tuple[tuple[str | None, int], ...]:
-    """Which properties follow such flags. Raises ValueError for flags that nobody has."""
+def _layout(flags: int) -> tuple[tuple[int, int], ...]:
+    """Which properties follow such flags: field of a message, or 0, and size. Raises ValueError for unknown flags."""
     if flags & 1:
         raise ValueError("more flags than AMQP has properties")
-    return tuple((name, size) for flag, name, size in _PROPERTIES if flags & flag)
+    return tuple((_FIELDS[name] if name else 0, size) for flag, name, size in _PROPERTIES if flags & flag)
 
 
 def _read_table(
