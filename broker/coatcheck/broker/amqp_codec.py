@@ -12,7 +12,7 @@ nested is read up to a size.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -85,19 +85,23 @@ def publish_frames(
         raise ValueError(str(exc)) from exc
     if frame_max and len(properties) + FRAME_OVERHEAD + 12 > frame_max:
         raise ValueError(f"its properties have {len(properties)} bytes; a frame takes {frame_max}")
-    body = message.body
+    method = _publish_method(channel, exchange, routing_key, mandatory)
+    size = len(message.body)
+    header = _HEADER_FRAME.pack(HEADER, channel, 12 + len(properties), _BASIC, 0, size)
+    return b"".join((method, header, properties, _END, *_body_frames(channel, message.body, frame_max)))
+
+
+def _body_frames(channel: int, body: bytes, frame_max: int) -> Sequence[bytes]:
+    """The parts of as many frames as a body takes, which most often is one."""
     size = len(body)
-    parts = [
-        _publish_method(channel, exchange, routing_key, mandatory),
-        _HEADER_FRAME.pack(HEADER, channel, 12 + len(properties), _BASIC, 0, size),
-        properties,
-        _END,
-    ]
     room = frame_max - FRAME_OVERHEAD if frame_max else size
+    if 0 < size <= room:
+        return HEAD.pack(BODY, channel, size), body, _END
+    parts: list[bytes] = []
     for start in range(0, size, room or 1):
-        piece = body[start : start + room]  # of bytes, the whole is no copy
+        piece = body[start : start + room]
         parts += (HEAD.pack(BODY, channel, len(piece)), piece, _END)
-    return b"".join(parts)
+    return parts
 
 
 def ack_frame(channel: int, tag: int, *, multiple: bool = False) -> bytes:
