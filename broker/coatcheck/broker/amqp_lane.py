@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from aiormq.channel import Channel
 from aiormq.exceptions import ChannelNotFoundEntity, DeliveryError
 from pamqp.commands import Basic
@@ -65,17 +66,14 @@ class Attempt:
             self._done.set_result(None)
 
 
-class _Sending:
+class _Sending(msgspec.Struct):
     """One message on its way."""
 
-    __slots__ = ("attempt", "frames", "index", "is_returned", "key")
-
-    def __init__(self, attempt: Attempt, index: int, key: tuple[str, str], frames: bytes) -> None:
-        self.attempt = attempt
-        self.index = index
-        self.key = key
-        self.frames = frames
-        self.is_returned = False
+    attempt: Attempt
+    index: int
+    key: tuple[str, str]
+    frames: bytes
+    is_returned: bool = False
 
 
 class Lane(Receiver):
