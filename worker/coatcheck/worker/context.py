@@ -17,7 +17,7 @@ from coatcheck.worker.keys import NO_DIGEST, Scope, Wanted, digest_of, escape_na
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.steps import name_of_function, name_of_keyed, returns_of
 from coatcheck.worker.tracking import detached_context, driver_in
-from coatcheck.worker.work import CallWork, GroupWork, SendWork, SleepWork, StepWork
+from coatcheck.worker.work import NO_KEY, CallWork, GroupWork, SendWork, SleepWork, StepWork
 
 if TYPE_CHECKING:
     from coatcheck.worker.run import Run
@@ -196,13 +196,15 @@ class Context:
 
     def _group(
         self, aws: tuple[Awaitable[Any], ...], label: str, *, need: int, is_lenient: bool, cancel_rest: bool
-    ) -> GroupWork:
+    ) -> Coroutine[Any, Any, Any]:
         self._scope(f"ctx.{label}()")
         if type(need) is not int or not (need > 0 or label == "gather") or need > len(aws):
             raise UsageError(
                 f"ctx.{label}() needs {need!r} of {len(aws)} to succeed; give it at least that many, and one"
             )
-        return GroupWork(self._run, aws, label=label, need=need, is_lenient=is_lenient, cancel_rest=cancel_rest)
+        return GroupWork(
+            self._run, NO_KEY, members=aws, label=label, need=need, is_lenient=is_lenient, cancel_rest=cancel_rest
+        )
 
     def _want(self, kind: Kind, name: str, key: str | None, what: str, arguments: Any) -> Wanted:
         scope = self._scope(what)

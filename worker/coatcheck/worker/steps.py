@@ -31,10 +31,12 @@ class Job(Protocol):
     """A step as its runner sees it."""
 
     wanted: Wanted
-    function: Callable[..., Any]
     arguments: tuple[Any, ...]
     retry: Retry | None
     returns: Any
+
+    @property
+    def function(self) -> Callable[..., Any]: ...
 
 
 class Steps:
