@@ -15,6 +15,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, ContextVar, copy_context
+from threading import get_ident
 from types import CodeType, CoroutineType, FrameType, TracebackType
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -112,14 +113,14 @@ class Tracker:
 
     __slots__ = (
         "_idle_passes", "_is_scheduled", "_seen", "batch", "busy_passes", "durable_count", "is_over",
-        "is_putting_down", "live", "loop", "moves", "owner",
+        "is_putting_down", "live", "loop", "moves", "owner", "thread_id",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
         self.owner = owner
         self.loop = loop
+        self.thread_id = get_ident()
         self.live: dict[Driver, None] = {}
-        """The branch that takes a step right now."""
         self.durable_count = 0
         self.moves = 0
         self.busy_passes = 0
@@ -368,8 +369,14 @@ def current_driver() -> Driver | None:
 
 
 def driver_in(tracker: Tracker) -> Driver | None:
-    """The branch of this very run that runs now."""
-    driver = current_driver()
+    """The branch of this very run that runs now: as `current_driver`, for a run whose loop and thread are known."""
+    if get_ident() != tracker.thread_id:
+        return None
+    task = asyncio.current_task(tracker.loop)
+    if type(task) is Tracked:
+        driver: Driver | None = task.driver
+    else:
+        driver = _scope_owner.get() if task is None else None
     return driver if driver is not None and driver.tracker is tracker else None
 
 
