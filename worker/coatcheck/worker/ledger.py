@@ -32,11 +32,19 @@ __all__ = ["Ledger"]
 
 MakeCall = Callable[[str, CallId], NewCall]
 
+_ties = itertools.count()
+"""Entries of one sequence number are handed out in the order in which they got ready."""
+
 
 class Ledger:
     """The books of one run."""
 
-    def __init__(self, history: History, *, locate: Callable[[], str]) -> None:
+    __slots__ = (
+        "_failures", "_is_caught_up", "_locate", "_ready", "closes", "entries", "journal", "new_works", "opens",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(self, history: History, locate: Callable[[], str]) -> None:
         self._locate = locate
         self.journal = Journal(history)
         self.entries: list[NewEntry] = []
@@ -46,7 +54,6 @@ class Ledger:
         """New work met while recorded work is still unread: perhaps the same under another name."""
         self.waiting: dict[str, Ticket] = {}
         self._ready: list[tuple[int, int, Ticket, Recorded]] = []
-        self._ties = itertools.count()
         self._failures: list[tuple[BaseException, tuple[str, ...]]] = []
         self._is_caught_up = self.journal.is_all_read
 
@@ -102,7 +109,7 @@ class Ledger:
     def make_ready(self, ticket: Ticket, recorded: Recorded) -> None:
         """Let an entry be handed out at its turn; work that was given up has none."""
         if is_handed_out(recorded):
-            heapq.heappush(self._ready, (recorded.seq, next(self._ties), ticket, recorded))
+            heapq.heappush(self._ready, (recorded.seq, next(_ties), ticket, recorded))
 
     @property
     def has_ready(self) -> bool:

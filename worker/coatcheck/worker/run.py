@@ -104,9 +104,9 @@ class Run:
         self.now = now or partial(datetime.now, UTC)
         self.log = _log if log is None else log
         self.host = host
-        self.ledger = Ledger(history, locate=classify.caller_line)
+        self.ledger = Ledger(history, classify.caller_line)
         self.tracker: Tracker
-        self._timers: Timers
+        self._timers: Timers | None = None
         self._steps: Steps | None = None
         self._clocks: Clocks | None = None
         self._invoke = invoke
@@ -136,7 +136,6 @@ class Run:
         loop = asyncio.get_running_loop()
         ensure_factory(loop)
         self.tracker = Tracker(self, loop)
-        self._timers = Timers(loop)
         try:
             self._root = self.tracker.start(self._invoke(Context(self)))
         except Exception as error:  # noqa: BLE001 - a handler that fails before its first await fails like any other
@@ -147,7 +146,8 @@ class Run:
             self._rule(Abandoned(), is_final=True)
             raise
         finally:
-            await self._unwind()
+            if not self._is_unwound():
+                await self._unwind()
             self._let_go()
         return self._conclude()
 
@@ -171,7 +171,7 @@ class Run:
             self._cancel_reason = reason
             if self._root is not None:
                 self._root.cancel(reason)
-                self._timers.set("cancel", UNWIND_S, lambda: self._rule(Cancelled(reason)))
+                self.timers.set("cancel", UNWIND_S, lambda: self._rule(Cancelled(reason)))
 
     @property
     def last_seq(self) -> int:
@@ -228,7 +228,8 @@ class Run:
             self._refused_at = self.tracker.moves  # the host keeps it in RAM: asking again changes nothing
 
     def _freeze(self, waits: tuple[Group, ...] | None) -> Changes:
-        self._timers.stop("held")
+        if self._timers is not None:
+            self._timers.stop("held")
         return self.ledger.freeze(waits)
 
     def _learn(self, news: Sequence[Recorded]) -> None:
@@ -248,7 +249,8 @@ class Run:
         if is_first or is_final:
             self._verdict = verdict
         if is_first and self._root is not None:
-            self._timers.stop_all()
+            if self._timers is not None:
+                self._timers.stop_all()
             if self._clocks is not None:
                 self._clocks.stop_all()
             self.tracker.put_down()
@@ -258,14 +260,12 @@ class Run:
 
     async def _unwind(self) -> None:
         """Wait for the cleanup of every branch and step, for so long and no longer."""
-        if self._is_unwound():
-            return
         await asyncio.sleep(0)  # a branch that has nothing to clean up is gone after one turn
         if not self._is_unwound():
-            self._timers.set("unwind", UNWIND_S, self._leave_behind)
+            self.timers.set("unwind", UNWIND_S, self._leave_behind)
             while not self._is_unwound():
                 await self._sleep()
-            self._timers.stop_all()
+            self.timers.stop_all()
 
     def _is_unwound(self) -> bool:
         return not self.tracker.live and (self._steps is None or self._steps.is_idle)
@@ -327,6 +327,13 @@ class Run:
         self._clocks.adopt(timeout, driver.scope)
 
     @property
+    def timers(self) -> Timers:
+        """What rings later; made for the first one."""
+        if self._timers is None:
+            self._timers = Timers(self.tracker.loop)
+        return self._timers
+
+    @property
     def steps_in_flight(self) -> Mapping[str, asyncio.Task[None]]:
         """The steps that run now, by key."""
         return {} if self._steps is None else self._steps.in_flight
@@ -374,7 +381,7 @@ class Run:
 
     def _decide(self, waiting: Waiting) -> None:
         if waiting is Waiting.MOVING:
-            self._timers.set("moving", MOVING_S, self.tracker.poke)
+            self.timers.set("moving", MOVING_S, self.tracker.poke)
             return
         self.ledger.catch_up()
         if self._is_committing or not self._is_free_of_renames():
@@ -388,7 +395,7 @@ class Run:
         elif waiting is Waiting.MAYBE and self._maybe_at != self.tracker.moves:
             # `poke` counts as a move, so the look that this timer causes is told by the number it will find.
             self._maybe_at = self.tracker.moves + 1
-            self._timers.set("maybe", MAYBE_S, self.tracker.poke)
+            self.timers.set("maybe", MAYBE_S, self.tracker.poke)
         else:
             self._on_blocked()
 
@@ -400,7 +407,7 @@ class Run:
                 fix = "use `await ctx.sleep(...)`: the task is then parked, and the sleep survives a restart"
                 self._warn_once("long_sleep_holds_run", line=classify.lines_of(driver), delay_s=delay_s, fix=fix)
         if self.ledger.opens or self.ledger.closes:
-            self._timers.set("held", HELD_FLUSH_S, self._request_commit)
+            self.timers.set("held", HELD_FLUSH_S, self._request_commit)
 
     def _on_blocked(self) -> None:
         """All branches wait for something durable, for steps, or for each other."""
@@ -415,7 +422,7 @@ class Run:
             waits += self._clocks.groups()
         if not waits:
             moves = self.tracker.moves
-            self._timers.set("deadlock", DEADLOCK_S, lambda: self._report_deadlock(moves))
+            self.timers.set("deadlock", DEADLOCK_S, lambda: self._report_deadlock(moves))
             return
         self._outbox = self._freeze(tuple(waits))
         self._is_committing = True  # from here on news wait: what is frozen must not change
