@@ -20,14 +20,17 @@ from coatcheck.store.rows import CallId
 __all__ = ["derived_id", "new_call_id", "new_id", "parse_id"]
 
 _made: Callable[[str | bytes], UUID] = pgproto.UUID
-_LOWER = (1 << 80) - 1
+_call_id_made: Callable[[bytes], CallId] = pgproto.UUID
 _VERSION_AND_VARIANT = 0xF << 76 | 0x3 << 62
+_VERSION_7 = 0x7 << 76 | 0x2 << 62
+_RANDOM = (1 << 80) - 1 & ~_VERSION_AND_VARIANT
 
 
 def new_call_id() -> CallId:
     """An id that nobody has, and nobody can tell beforehand."""
     now_ms = time.time_ns() // 1_000_000
-    return CallId(_uuid(now_ms << 80 | int.from_bytes(os.urandom(16), "big") & _LOWER, version=7))
+    bits = now_ms << 80 | int.from_bytes(os.urandom(16), "big") & _RANDOM | _VERSION_7
+    return _call_id_made(bits.to_bytes(16, "big"))
 
 
 def new_id() -> UUID:

@@ -42,6 +42,9 @@ def base_of(key: str) -> str:
     return key.partition("~")[0]
 
 
+_DIGEST = blake2b(digest_size=16)
+
+
 def digest_of(arguments: Any, *, what: str) -> bytes:
     """Digest arguments so that equal ones, and only those, give equal digests in every process.
 
@@ -50,7 +53,9 @@ def digest_of(arguments: Any, *, what: str) -> bytes:
     if _holds_set(arguments):
         raise UsageError(f"{what} got a set: a set has no order to compare on replay. Pass sorted(...) instead")
     try:
-        return blake2b(blobs.canonical(arguments), digest_size=16).digest()
+        digest = _DIGEST.copy()
+        digest.update(blobs.canonical(arguments))
+        return digest.digest()
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{what} got arguments that cannot be compared on replay ({error}). Pass plain data (builtins, "

@@ -19,7 +19,6 @@ from coatcheck.store.rows import (
     Kind,
     NewCall,
     NewEntry,
-    OpenCall,
     Recorded,
 )
 from coatcheck.worker.host import NO_CHANGES
@@ -84,8 +83,6 @@ class Ledger:
 
         Raises JournalMismatch.
         """
-        if self.journal.is_new(wanted.key):
-            return wanted.key, None, True
         try:
             found = self.journal.find(wanted)
         except JournalMismatch as error:
@@ -153,18 +150,9 @@ class Ledger:
 
     # --- what is to be committed ----------------------------------------------------------------------------------
 
-    def open_slot(self, slot: Slot, make: MakeCall) -> None:
-        """Give a slot its row: the one that is there, or a new one that leaves with the next commit."""
-        entry = slot.entry
-        if entry is None:
-            self._is_caught_up = True
-            slot.call_id = call_id = new_call_id()
-            self.opens[slot.key] = make(slot.key, call_id)
-        elif isinstance(entry, OpenCall):
-            slot.call_id = entry.call_id
-
     def open(self, key: str, make: MakeCall) -> CallId:
         """Let a new row leave with the next commit."""
+        self._is_caught_up = True
         call_id = new_call_id()
         self.opens[key] = make(key, call_id)
         return call_id

@@ -466,6 +466,8 @@ class Run:
 
     def find(self, wanted: Wanted) -> tuple[str, Entry | None]:
         """Find the key that answers to `wanted`, and its entry. Holds the run if the journal has something else."""
+        if self.ledger.journal.is_new(wanted.key):
+            return wanted.key, None
         try:
             key, entry, is_same = self.ledger.find(wanted)
         except JournalMismatch as error:

@@ -201,8 +201,8 @@ class Driver(Coroutine[Any, Any, Any]):
     """The coroutine of a tracked task: it drives the user's coroutine and notes what that waits on."""
 
     __slots__ = (
-        "__weakref__", "_scope", "batch", "branch_name", "coro", "is_left_behind", "is_root", "is_started",
-        "is_unwound", "parent", "put_down_count", "task", "tracker", "waits_on",
+        "__weakref__", "batch", "branch_name", "coro", "is_left_behind", "is_root", "is_started", "is_unwound",
+        "parent", "put_down_count", "scope", "task", "tracker", "waits_on",
     )  # fmt: skip
 
     def __init__(self, tracker: Tracker, coro: Coroutine[Any, Any, Any], parent: Driver | None) -> None:
@@ -218,18 +218,10 @@ class Driver(Coroutine[Any, Any, Any]):
         self.put_down_count = 0
         self.task: Tracked | None = None
         self.batch: Batch | None = None
-        self._scope = Scope() if parent is None else None
+        self.scope: Scope = Scope() if parent is None else parent.scope
+        """The branch this task numbers its work in. Its own opens with its first step, when its name is known."""
         tracker.live[self] = None
         tracker.moves += 1
-
-    @property
-    def scope(self) -> Scope:
-        """The branch this task numbers its work in. It opens with the task's first step, when its name is known."""
-        if self._scope is None:
-            assert self.parent is not None
-            above = self.parent.scope
-            self._scope = above if is_work(self.coro) else above.child(self.branch_name or name_of(self.coro))
-        return self._scope
 
     def send(self, value: Any) -> Any:
         return self._advance(self.coro.send, value)
@@ -253,7 +245,9 @@ class Driver(Coroutine[Any, Any, Any]):
             if self.batch is not None:
                 step = self._join_batch(step, value)
             _scope_owner.set(self)
-            _ = self.scope  # children are numbered in the order of their first steps, which is that of their making
+            if not (self.is_root or is_work(self.coro)):
+                # Children are numbered in the order of their first steps, which is that of their making.
+                self.scope = self.scope.child(self.branch_name or name_of(self.coro))
         self.waits_on = None
         tracker = self.tracker
         try:

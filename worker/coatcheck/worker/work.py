@@ -16,7 +16,7 @@ import msgspec
 
 from coatcheck.errors import CallFailed, CallTimedOut, StepFailed
 from coatcheck.store import blobs
-from coatcheck.store.rows import CallId, CallState, Kind, NewCall, Recorded
+from coatcheck.store.rows import CallId, CallState, Kind, NewCall, OpenCall, Recorded
 from coatcheck.worker.keys import NO_DIGEST, Entry, Wanted
 from coatcheck.worker.problems import problem
 from coatcheck.worker.retry import Retry
@@ -122,9 +122,13 @@ class RowWork(Work[T]):
         return self.open_slot(key, entry)
 
     def open_slot(self, key: str, entry: Entry | None) -> Slot:
-        slot = Slot(key, self.wanted.kind, self, entry)
-        self.run.ledger.open_slot(slot, self.open_row)
-        return slot
+        """A slot for the row: the one that is there, or a new one that leaves with the next commit."""
+        call_id = None
+        if entry is None:
+            call_id = self.run.ledger.open(key, self.open_row)
+        elif isinstance(entry, OpenCall):
+            call_id = entry.call_id
+        return Slot(key, self.wanted.kind, self, entry, call_id)
 
     def perform(self) -> Steps[T]:
         slot = self.make_slot()
@@ -238,7 +242,6 @@ class SendWork(Work[None], kw_only=True):
     def perform(self) -> Steps[None]:
         key, entry = self.run.find(self.wanted)
         if entry is None:
-            self.run.ledger.catch_up()
             self.run.ledger.open(key, self._open_row)
         yield from ()
 
@@ -311,13 +314,14 @@ class GroupWork(Work[Any], kw_only=True):
                 each.close()
 
     def perform(self) -> Steps[Any]:
-        if not self.members:
-            return []
-        if all(getattr(each, "is_coatcheck_row", False) for each in self.members):
-            return (yield from self._in_rows(cast("Sequence[RowWork[Any]]", self.members)))
-        return (yield from self._in_branches())
+        for each in self.members:
+            if not getattr(each, "is_coatcheck_row", False):
+                return self._in_branches()
+        return self._in_rows(cast("Sequence[RowWork[Any]]", self.members))
 
     def _in_rows(self, works: Sequence[RowWork[Any]]) -> Steps[Any]:
+        if not works:
+            return []
         for each in works:
             each.begin()
         wait = Wait([each.make_slot() for each in works], None if self.is_lenient else self.need)
