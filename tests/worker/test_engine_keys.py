@@ -74,7 +74,7 @@ class Point:
 
 def test_digest_rules():
     def digest(value):
-        return digest_of(value, what="ctx.step(x)")
+        return digest_of(value)
 
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest([1, 2]) != digest([2, 1])
@@ -89,11 +89,11 @@ def test_digest_rules():
 
 
 def entry(key, name, arguments, seq=1, kind=Kind.STEP):
-    return Recorded(key, kind, name, digest_of(arguments, what=""), seq, CallState.OK, b"")
+    return Recorded(key, kind, name, digest_of(arguments), seq, CallState.OK, b"")
 
 
 def want(key, name, arguments, *, is_explicit=False, kind=Kind.STEP):
-    return Wanted(key, kind=kind, name=name, digest=digest_of(arguments, what=""), is_explicit=is_explicit)
+    return Wanted(key, kind=kind, name=name, digest=digest_of(arguments), is_explicit=is_explicit)
 
 
 def test_journal_lookup_order():
@@ -113,8 +113,8 @@ def test_journal_mismatch_shows_both_sides():
         journal.find(want("a", "a", 2))
 
     text = str(caught.value)
-    assert digest_of(1, what="").hex()[:8] in text
-    assert digest_of(2, what="").hex()[:8] in text
+    assert digest_of(1).hex()[:8] in text
+    assert digest_of(2).hex()[:8] in text
     assert "key='a'" in text
 
 

@@ -94,7 +94,7 @@ class Context:
         Raises CallFailed when the peer answers with an error, CallTimedOut when it does not answer.
         """
         name = _check_peer("ctx.call", peer, task)
-        wanted = self._want(Kind.CALL, name, key, f"ctx.call({peer!r})", body)
+        wanted = self._want(Kind.CALL, name, key, peer, body)
         defaults = self._run.defaults
         return CallWork(
             self._run, wanted, peer=peer, body=body, handler=task, retry=None if retry is None else _check_retry(retry),
@@ -108,7 +108,7 @@ class Context:
     ) -> Coroutine[Any, Any, None]:
         """Send a message that expects no reply. Awaiting it does not wait: the message leaves with the next commit."""
         name = _check_peer("ctx.send", peer, task)
-        wanted = self._want(Kind.SEND, name, key, f"ctx.send({peer!r})", body)
+        wanted = self._want(Kind.SEND, name, key, peer, body)
         return SendWork(self._run, wanted, peer=peer, body=body, handler=task)
 
     @overload
@@ -136,7 +136,7 @@ class Context:
         is the name of the exception that `fn` raised. Inside `fn` nothing of `ctx` but `log` may be used.
         """
         name = name_of_function(fn) if key is None else name_of_keyed(fn, key)
-        wanted = self._want(Kind.STEP, name, key, f"ctx.step({name})", args)
+        wanted = self._want(Kind.STEP, name, key, name, args)
         expected = returns if returns is not None else _annotated(fn)
         retry = None if retry is None else _check_retry(retry)
         return StepWork(self._run, wanted, function=fn, arguments=args, retry=retry, returns=expected)
@@ -197,7 +197,8 @@ class Context:
     def _group(
         self, aws: tuple[Awaitable[Any], ...], label: str, *, need: int, is_lenient: bool, cancel_rest: bool
     ) -> Coroutine[Any, Any, Any]:
-        self._scope(f"ctx.{label}()")
+        if self._find_scope() is None:
+            raise _outside(f"ctx.{label}()")
         if type(need) is not int or not (need > 0 or label == "gather") or need > len(aws):
             raise UsageError(
                 f"ctx.{label}() needs {need!r} of {len(aws)} to succeed; give it at least that many, and one"
@@ -206,25 +207,41 @@ class Context:
             self._run, NO_KEY, members=aws, label=label, need=need, is_lenient=is_lenient, cancel_rest=cancel_rest
         )
 
-    def _want(self, kind: Kind, name: str, key: str | None, what: str, arguments: Any) -> Wanted:
-        scope = self._scope(what)
-        if key is None:
-            return Wanted(scope.number(escape_name(name)), kind=kind, name=name, digest=digest_of(arguments, what=what))
+    def _want(self, kind: Kind, name: str, key: str | None, subject: str, arguments: Any) -> Wanted:
+        """Number a piece of work. Only errors name the `subject`; what they say is not put together before."""
+        scope = self._find_scope()
+        if scope is None:
+            raise _outside(_shown(kind, subject))
+        full = scope.number(escape_name(name)) if key is None else scope.take(key)
         try:
-            digest = digest_of(arguments, what=what)
-        except UsageError:
+            digest = digest_of(arguments)
+        except UsageError as error:
+            if key is None:
+                raise UsageError(f"{_shown(kind, subject)} {error}") from error.__cause__
             digest = NO_DIGEST  # named by hand, so there is no need to tell it by its arguments
-        return Wanted(scope.take(key), kind=kind, name=name, digest=digest, is_explicit=True)
+        return Wanted(full, kind=kind, name=name, digest=digest, is_explicit=key is not None)
 
     def _scope(self, what: str) -> Scope:
+        scope = self._find_scope()
+        if scope is None:
+            raise _outside(what)
+        return scope
+
+    def _find_scope(self) -> Scope | None:
         tracker = self._run.tracker
         driver = None if tracker.is_over else driver_in(tracker)
-        if driver is None:
-            raise UsageError(
-                f"{what} outside its handler: it was used inside a step, in a thread, in a task of another run or "
-                "after the run ended, where nothing can be recorded. Use it in the handler, and pass values to the step"
-            )
-        return driver.scope
+        return None if driver is None else driver.scope
+
+
+def _shown(kind: Kind, subject: str) -> str:
+    return f"ctx.{kind}({subject})" if kind is Kind.STEP else f"ctx.{kind}({subject!r})"
+
+
+def _outside(what: str) -> UsageError:
+    return UsageError(
+        f"{what} outside its handler: it was used inside a step, in a thread, in a task of another run or after the "
+        "run ended, where nothing can be recorded. Use it in the handler, and pass values to the step"
+    )
 
 
 def duration(name: str, value: object) -> timedelta:

@@ -15,15 +15,15 @@ __all__ = ["groups_of"]
 
 def groups_of(drivers: Iterable[Driver]) -> list[Group]:
     """A group for each wait. Tasks that a branch only waits for together make one, so that not every end wakes it."""
-    drivers = list(drivers)
     groups: list[Group] = []
     joined: set[int] = set()
+    waits: list[object] = []
     for driver in drivers:
-        joint = None if type(driver.waits_on) is Durable else classify.joint_of(driver)
-        if joint is not None:
+        if type(driver.waits_on) is Durable:
+            waits.append(driver.waits_on.wait)
+        elif (joint := classify.joint_of(driver)) is not None:
             _join(*joint, groups=groups, joined=joined)
-    for driver in drivers:
-        wait = driver.waits_on.wait if type(driver.waits_on) is Durable else None
+    for wait in waits:
         group = wait.group() if isinstance(wait, Wait) and id(wait) not in joined else None
         if group is not None:
             groups.append(group)

@@ -45,20 +45,21 @@ def base_of(key: str) -> str:
 _DIGEST = blake2b(digest_size=16)
 
 
-def digest_of(arguments: Any, *, what: str) -> bytes:
+def digest_of(arguments: Any) -> bytes:
     """Digest arguments so that equal ones, and only those, give equal digests in every process.
 
-    Raises UsageError for sets, which have no order of their own, and for what cannot be encoded.
+    Raises UsageError for sets, which have no order of their own, and for what cannot be encoded. Its text goes on after
+    the name of the work.
     """
     if _holds_set(arguments):
-        raise UsageError(f"{what} got a set: a set has no order to compare on replay. Pass sorted(...) instead")
+        raise UsageError("got a set: a set has no order to compare on replay. Pass sorted(...) instead")
     try:
         digest = _DIGEST.copy()
         digest.update(blobs.canonical(arguments))
         return digest.digest()
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"{what} got arguments that cannot be compared on replay ({error}). Pass plain data (builtins, "
+            f"got arguments that cannot be compared on replay ({error}). Pass plain data (builtins, "
             "dataclasses, msgspec structs, pydantic models), or name the work with key=... and they are not compared"
         ) from error
 

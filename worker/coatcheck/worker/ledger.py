@@ -144,7 +144,6 @@ class Ledger:
         """The wait is over, or its branch is: nothing is handed to its slots any more."""
         wait.future = None
         for slot in wait.slots:
-            slot.is_live = False
             slot.wait = None
             self.waiting.pop(slot.key, None)
 

@@ -34,6 +34,7 @@ from coatcheck.worker.clocks import Clocks
 from coatcheck.worker.context import Context
 from coatcheck.worker.grouping import groups_of
 from coatcheck.worker.host import (
+    NO_CHANGES,
     Abandoned,
     CallDefaults,
     Cancelled,
@@ -298,7 +299,8 @@ class Run:
             raise verdict
         if isinstance(verdict, Finished):
             # Notes are of no use to a handler that has returned, and a task without rows shall not need one for them.
-            return Finished(verdict.value, self.ledger.leftovers(with_notes=False))
+            changes = self.ledger.leftovers(with_notes=False)
+            return verdict if changes is NO_CHANGES else Finished(verdict.value, changes)
         if isinstance(verdict, Raised):
             forget = self.ledger.keys_to_forget(verdict.error)
             return Raised(verdict.error, forget, self.ledger.leftovers(with_notes=True))

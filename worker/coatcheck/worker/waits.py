@@ -18,7 +18,10 @@ class Ticket(Protocol):
     """Something that an ended entry is handed to."""
 
     key: str
-    is_live: bool
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody still waits for it."""
 
     def settle(self, recorded: Recorded) -> bool:
         """Take what was recorded; tell whether a branch moves because of it."""
@@ -38,7 +41,6 @@ class Slot(msgspec.Struct, eq=False):
     reader: Reader
     entry: Entry | None
     call_id: CallId | None = None
-    is_live: bool = True
     is_ended: bool = False
     value: Any = None
     error: Exception | None = None
@@ -50,9 +52,12 @@ class Slot(msgspec.Struct, eq=False):
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         return [("key", self.key)]
 
+    @property
+    def is_live(self) -> bool:
+        return self.wait is not None and not self.is_ended
+
     def settle(self, recorded: Recorded) -> bool:
         assert self.wait is not None
-        self.is_live = False
         self.is_ended = True
         self.value, self.error = self.reader.read(recorded)
         return self.wait.add(self)
