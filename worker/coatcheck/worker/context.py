@@ -16,7 +16,7 @@ from coatcheck.store.rows import Caller, Kind
 from coatcheck.worker.keys import NO_DIGEST, Scope, Wanted, digest_of, escape_name
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.steps import name_of_function, name_of_keyed, returns_of
-from coatcheck.worker.tracking import detached_context, driver_in
+from coatcheck.worker.tracking import detached_context, scope_in
 from coatcheck.worker.work import NO_KEY, CallWork, GroupWork, SendWork, SleepWork, StepWork
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Context:
     def _group(
         self, aws: tuple[Awaitable[Any], ...], label: str, *, need: int, is_lenient: bool, cancel_rest: bool
     ) -> Coroutine[Any, Any, Any]:
-        if self._find_scope() is None:
+        if scope_in(self._run.tracker) is None:
             raise _outside(f"ctx.{label}()")
         if type(need) is not int or not (need > 0 or label == "gather") or need > len(aws):
             raise UsageError(
@@ -209,7 +209,7 @@ class Context:
 
     def _want(self, kind: Kind, name: str, key: str | None, subject: str, arguments: Any) -> Wanted:
         """Number a piece of work. Only errors name the `subject`; what they say is not put together before."""
-        scope = self._find_scope()
+        scope = scope_in(self._run.tracker)
         if scope is None:
             raise _outside(_shown(kind, subject))
         full = scope.number(escape_name(name)) if key is None else scope.take(key)
@@ -222,15 +222,10 @@ class Context:
         return Wanted(full, kind=kind, name=name, digest=digest, is_explicit=key is not None)
 
     def _scope(self, what: str) -> Scope:
-        scope = self._find_scope()
+        scope = scope_in(self._run.tracker)
         if scope is None:
             raise _outside(what)
         return scope
-
-    def _find_scope(self) -> Scope | None:
-        tracker = self._run.tracker
-        driver = None if tracker.is_over else driver_in(tracker)
-        return None if driver is None else driver.scope
 
 
 def _shown(kind: Kind, subject: str) -> str:

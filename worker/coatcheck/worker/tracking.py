@@ -24,7 +24,7 @@ from coatcheck.errors import UsageError
 from coatcheck.worker.keys import Scope
 
 __all__ = ["NOBODY", "Driver", "Durable", "Joint", "PutDown", "Tracked", "Tracker", "current_driver",
-           "detached_context", "driver_in", "ensure_factory", "make_untracked"]  # fmt: skip
+           "detached_context", "ensure_factory", "make_untracked", "scope_in"]  # fmt: skip
 
 QUIET_PASSES = 3
 """How many passes of the loop without a move make a run quiet: a child's end reaches its parent in two."""
@@ -362,16 +362,19 @@ def current_driver() -> Driver | None:
     return task.driver if type(task) is Tracked else None
 
 
-def driver_in(tracker: Tracker) -> Driver | None:
-    """The branch of this very run that runs now: as `current_driver`, for a run whose loop and thread are known."""
-    if get_ident() != tracker.thread_id:
+def scope_in(tracker: Tracker) -> Scope | None:
+    """Find the scope of the branch of this very run that runs now. As `current_driver`, but loop and thread are known.
+
+    None: no branch of it does, or the run is over.
+    """
+    if tracker.is_over or get_ident() != tracker.thread_id:
         return None
     task = asyncio.current_task(tracker.loop)
     if type(task) is Tracked:
         driver: Driver | None = task.driver
     else:
         driver = _scope_owner.get() if task is None else None
-    return driver if driver is not None and driver.tracker is tracker else None
+    return driver.scope if driver is not None and driver.tracker is tracker else None
 
 
 def ensure_factory(loop: asyncio.AbstractEventLoop) -> None:
