@@ -67,7 +67,6 @@ def birth_values(
     births: Iterable[Birth], standings: Sequence[Standing], *, checkpoint: int, pickups: int
 ) -> dict[str, Any]:
     """What INSERT_BIRTHS takes: rows that do not exist yet, each standing as it is told to. No two of one id."""
-    births = list(births)
     items = [
         (
             birth.task_id,
@@ -77,7 +76,7 @@ def birth_values(
             birth.identity,
             birth.digest,
             birth.correlation_id,
-            request,
+            shrink(birth.request),
             addresses_json([birth.address] if birth.address else []),
             birth.traceparent,
             birth.tracestate,
@@ -85,7 +84,7 @@ def birth_values(
             to_json(birth.caller.claims) if birth.caller else None,
             *standing,
         )
-        for birth, request, standing in zip(births, shrink(one.request for one in births), standings, strict=True)
+        for birth, standing in zip(births, standings, strict=True)
     ]
     values = columns((*BIRTH_COLUMNS, *STANDING_COLUMNS), items)
     return values | {"checkpoint": checkpoint, "pickups": pickups, "resend_after_s": RESEND_AFTER_S}

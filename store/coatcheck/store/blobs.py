@@ -8,8 +8,8 @@ code.
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
-from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
@@ -45,38 +45,51 @@ class CorruptBlob(CoatcheckError):
     """A stored value that cannot be read: damaged, cut off, or written by a newer release."""
 
 
-# The first four bytes of every head we write, and of all we read. Looked up, because making an enum's member or a bytes
-# object takes longer than the checksum, and each value of a task passes here several times.
-_KINDS = {(codec, how): bytes((_VERSION, codec, how, _PLAIN_KEY)) for codec in Codec for how in Compression}
-_KNOWN_KINDS = {kinds: (codec, zlib.crc32(kinds)) for (codec, _), kinds in _KINDS.items()}
+class _Zstd(threading.local):
+    """What zstd works with takes ten times as long to make as to use, and only one thread at a time may use it."""
+
+    def __init__(self) -> None:
+        self.fast = zstandard.ZstdCompressor(level=1)
+        self.thorough = zstandard.ZstdCompressor(level=3)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
+
+# The first four bytes of every head we write, and of all we read, with where their checksum begins. Looked up, because
+# making a bytes object, or naming an enum's member, takes a good part of a checksum's time, and each value of a task
+# passes here several times.
+_AS_IT_IS = {codec: bytes((_VERSION, codec, Compression.NONE, _PLAIN_KEY)) for codec in Codec}
+_COMPRESSED = {codec: bytes((_VERSION, codec, Compression.ZSTD, _PLAIN_KEY)) for codec in Codec}
+_KNOWN_KINDS = {
+    kinds: (codec, zlib.crc32(kinds), table is _COMPRESSED)
+    for table in (_AS_IT_IS, _COMPRESSED)
+    for codec, kinds in table.items()
+}
+_UNKNOWN_KINDS = (None, 0, False)
 
 
 def pack(codec: Codec, body: bytes) -> bytes:
     """Wrap a body that is already encoded; large ones are compressed when that makes them smaller."""
-    compression = Compression.NONE
     if len(body) > COMPRESS_ABOVE_BYTES:
-        smaller = zstandard.ZstdCompressor(level=3).compress(body)
+        smaller = _zstd.thorough.compress(body)
         if len(smaller) < len(body):
-            body, compression = smaller, Compression.ZSTD
-    return _sealed(codec, compression, body)
+            return _sealed(_COMPRESSED[codec], smaller)
+    return _sealed(_AS_IT_IS[codec], body)
 
 
-def shrink(blobs: Iterable[bytes]) -> list[bytes]:
-    """Compress what `pack` has left as it was, from a smaller size on. They read as before."""
-    compressor = zstandard.ZstdCompressor(level=1)  # making one takes as long as using it, so a batch shares it
-    shrunk = []
-    for blob in blobs:
-        smaller = blob
-        if len(blob) > SHRINK_ABOVE_BYTES and blob[2] == Compression.NONE and blob[3] == _PLAIN_KEY:
-            body = compressor.compress(blob[_HEAD.size :])
-            smaller = _sealed(Codec(blob[1]), Compression.ZSTD, body)
-        shrunk.append(min(blob, smaller, key=len))
-    return shrunk
+def shrink(blob: bytes) -> bytes:
+    """Compress what `pack` has left as it was, from a smaller size on. It reads as before."""
+    codec, _, is_compressed = _KNOWN_KINDS.get(blob[:4], _UNKNOWN_KINDS)
+    if len(blob) <= SHRINK_ABOVE_BYTES or codec is None or is_compressed:
+        return blob
+    smaller = _sealed(_COMPRESSED[codec], _zstd.fast.compress(blob[_HEAD.size :]))
+    return smaller if len(smaller) < len(blob) else blob
 
 
-def _sealed(codec: Codec, compression: Compression, body: bytes) -> bytes:
-    kinds = _KINDS[codec, compression]
-    return _HEAD.pack(kinds, zlib.crc32(body, zlib.crc32(kinds))) + body
+def _sealed(kinds: bytes, body: bytes) -> bytes:
+    _, begun, _ = _KNOWN_KINDS[kinds]
+    return _HEAD.pack(kinds, zlib.crc32(body, begun)) + body
 
 
 def unpack(blob: bytes) -> tuple[Codec, bytes]:
@@ -85,10 +98,10 @@ def unpack(blob: bytes) -> tuple[Codec, bytes]:
         raise CorruptBlob(f"a blob of {len(blob)} bytes is shorter than its {_HEAD.size}-byte head")
     kinds, checksum = _HEAD.unpack_from(blob)
     body = blob[_HEAD.size :]
-    codec, begun = _KNOWN_KINDS.get(kinds, (None, 0))
+    codec, begun, is_compressed = _KNOWN_KINDS.get(kinds, _UNKNOWN_KINDS)
     if codec is None or zlib.crc32(body, begun) != checksum:
         raise CorruptBlob(_complaint(kinds, body, checksum))
-    return codec, _decompress(body) if kinds[2] == Compression.ZSTD else body
+    return codec, _decompress(body) if is_compressed else body
 
 
 def _complaint(kinds: bytes, body: bytes, checksum: int) -> str:
@@ -121,7 +134,7 @@ def _decompress(body: bytes) -> bytes:
     if not 0 <= size <= MAX_UNPACKED_BYTES:
         raise CorruptBlob(f"a body that unpacks to {size} bytes is over the limit of {MAX_UNPACKED_BYTES}")
     try:
-        return zstandard.ZstdDecompressor().decompress(body, max_output_size=size)
+        return _zstd.decompressor.decompress(body, max_output_size=size)
     except zstandard.ZstdError as error:
         raise CorruptBlob(f"cannot decompress: {error}") from error
 
