@@ -16,7 +16,6 @@ over, because its holder is dead or has lost it; a plain duplicate never does.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,12 +27,13 @@ from sqlalchemy import text
 
 from coatcheck.store.batcher import Busy, Unreadable
 from coatcheck.store.births import INSERT_BIRTHS, REQUEST_TRIGGER, birth_values, running
-from coatcheck.store.connection import Connection
+from coatcheck.store.connection import Connection, Row
 from coatcheck.store.database import columns, rows
 from coatcheck.store.records import (
     HISTORY_OF_TASK,
     TASK_COLUMNS,
     TASK_STATES,
+    Closing,
     addresses_json,
     history_of,
     load_unsent,
@@ -81,23 +81,27 @@ PROGRESS = text("""
     RETURNING c.id
 """)
 # All of a task's replies are written, or none: the one that would be left out may be the one that is to run the task.
+# Each takes one number of its task's sequence, which tells how many there are.
 # No two of the lists here are joined: the planner takes each for a row or ten, and would go through one for every row
 # of the other. An IN that is no plain condition looks up in a hash.
 # A progress may just have moved the due time of a call whose timeout was read to be due.
+# It gives back three kinds of rows: a task that is granted, a piece of its history, and a task that is only written.
+_TASK_WIDTH = TASK_COLUMNS.count(",") + 1
+_NO_TASK = ", ".join(["NULL"] * (_TASK_WIDTH - 1))  # but its id
+_NO_HISTORY = ", ".join(["NULL"] * 9)
 WRITE = text(f"""
     WITH held AS MATERIALIZED (
-        SELECT u.*, t.state, t.wait_calls, t.wait_groups, t.wait_needs
+        SELECT u.*, coalesce(u.seq - t.seq, 0) AS call_count, t.state, t.wait_calls, t.wait_groups, t.wait_needs
           FROM unnest(CAST(:id AS uuid[]), CAST(:version AS xid[]), CAST(:seq AS integer[]), CAST(:trigger AS text[]),
-                      CAST(:takes_over AS boolean[]), CAST(:call_count AS integer[]))
-            AS u(id, version, seq, trigger, takes_over, call_count)
+                      CAST(:takes_over AS boolean[])) AS u(id, version, seq, trigger, takes_over)
           JOIN coatcheck.task t ON t.id = u.id
          WHERE t.xmin = u.version ORDER BY t.id FOR UPDATE OF t SKIP LOCKED),
     held_call AS MATERIALIZED (
-        SELECT u.*
-          FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_task_id AS uuid[]), CAST(:c_state AS text[]),
-                      CAST(:c_seq AS integer[]), CAST(:c_value AS bytea[])) AS u(id, task_id, state, seq, value)
+        SELECT u.*, c.task_id
+          FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_state AS text[]), CAST(:c_seq AS integer[]),
+                      CAST(:c_value AS bytea[])) AS u(id, state, seq, value)
           JOIN coatcheck.call c ON c.id = u.id
-         WHERE u.task_id IN (SELECT id FROM held) AND c.state = 'open'
+         WHERE (c.task_id IN (SELECT id FROM held)) IS TRUE AND c.state = 'open'
            AND (u.state <> 'timed_out' OR c.due_at <= clock_timestamp())
          ORDER BY c.id FOR UPDATE OF c SKIP LOCKED),
     ready AS MATERIALIZED (
@@ -134,12 +138,16 @@ WRITE = text(f"""
           FROM ready AS r
          WHERE t.id = r.id AND (r.takes_over OR r.id IN (SELECT id FROM met))
         RETURNING {TASK_COLUMNS})
-    SELECT t.id, {HISTORY_OF_TASK}, ROW(t.*) FROM granted AS t
+    SELECT t.*, {_NO_HISTORY} FROM granted AS t
      UNION ALL
-    SELECT id, NULL, NULL FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
+    SELECT t.id, {_NO_TASK}, h.key, h.kind, h.name, h.digest, h.seq, h.state, h.value, h.call_id,
+           CASE WHEN (h.call_id IN (SELECT id FROM held_call)) IS NOT TRUE THEN h.due_at END
+      FROM granted AS t CROSS JOIN {HISTORY_OF_TASK}
+     UNION ALL
+    SELECT id, {_NO_TASK}, {_NO_HISTORY} FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
 """)
-TASK_NAMES = ("id", "version", "seq", "trigger", "takes_over", "call_count")
-CALL_NAMES = ("c_id", "c_task_id", "c_state", "c_seq", "c_value")
+TASK_NAMES = ("id", "version", "seq", "trigger", "takes_over")
+CALL_NAMES = ("c_id", "c_state", "c_seq", "c_value")
 CREATE = text(f"{INSERT_BIRTHS.replace('coatcheck.task (', 'coatcheck.task AS t (')} RETURNING {TASK_COLUMNS}")
 ADDRESSES = text("""
     UPDATE coatcheck.task t SET addresses = u.addresses::jsonb
@@ -167,19 +175,40 @@ class _Called(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """What is decided, before it is written. A grant is (index of the arrival, trigger)."""
+    """What is decided, before it is written. A grant is (index of the arrival, trigger: a call's id, or words)."""
 
     versions: dict[TaskId, Version] = field(default_factory=dict)
     seqs: dict[TaskId, int] = field(default_factory=dict)
-    closing: dict[CallId, tuple[CallId, TaskId, CallState, int, bytes]] = field(default_factory=dict)
+    closing: dict[CallId, Closing] = field(default_factory=dict)
     progress: dict[CallId, tuple[int, Arrival]] = field(default_factory=dict)
     grants: dict[TaskId, tuple[int, str]] = field(default_factory=dict)
-    perhaps: dict[TaskId, tuple[int, str]] = field(default_factory=dict)  # parked: if a group is met
+    perhaps: dict[TaskId, tuple[int, CallId]] = field(default_factory=dict)  # parked: if a group is met
     came_back: dict[int, TaskId] = field(default_factory=dict)  # find what is unsent
 
-    def next_seq(self, call: _Called) -> int:
-        seq = self.seqs[call.task_id] = self.seqs.get(call.task_id, call.seq) + 1
-        return seq
+    def close(self, call: _Called, state: CallState, value: bytes) -> None:
+        """Give the call the next place in its task's order."""
+        call_id, task_id = call.call_id, call.task_id
+        self.versions[task_id] = call.version
+        seq = self.seqs[task_id] = self.seqs.get(task_id, call.seq) + 1
+        self.closing[call_id] = (call_id, state, seq, value)
+
+
+@dataclass(slots=True)
+class _Written:
+    """What WRITE gives back: the tasks that are written, the rows of those that are granted, and their histories."""
+
+    tasks: set[TaskId] = field(default_factory=set)
+    granted: list[Row] = field(default_factory=list)
+    known: dict[TaskId, list[Sequence[Any]]] = field(default_factory=dict)
+
+    def add(self, row: Row) -> None:
+        task_id, service, key = row[0], row[1], row[_TASK_WIDTH]
+        if key is not None:
+            self.known.setdefault(task_id, []).append(row[_TASK_WIDTH:])
+            return
+        self.tasks.add(task_id)
+        if service is not None:
+            self.granted.append(row)
 
 
 Answer = Ruling | Busy | Unreadable | None
@@ -225,18 +254,18 @@ async def _note_progress(
 def _rule(batch: _Batch, index: int, arrival: Arrival, call: _Called) -> Ruling:
     call_id, task_id = call.call_id, call.task_id
     verdict = Verdict.DUPLICATE if call_id in batch.closing else _judge(arrival, call)
-    if verdict is Verdict.RECORDED and arrival.state is None:
+    if verdict is not Verdict.RECORDED:
+        if arrival.is_redelivered:
+            is_mine = call.task_state == TaskState.RUNNING and call.trigger == str(call_id)
+            _take_over(batch, index, task_id, call.version, trigger=str(call_id) if is_mine else None)
+    elif arrival.state is None:
         batch.progress[call_id] = (index, arrival)
-    elif verdict is Verdict.RECORDED and arrival.state is not None:
-        batch.versions[task_id] = call.version
+    else:
         # A timer that is due has simply rung.
         state = CallState.OK if call.kind == Kind.TIMER else arrival.state
-        batch.closing[call_id] = (call_id, task_id, state, batch.next_seq(call), arrival.value)
+        batch.close(call, state, arrival.value)
         if call.task_state == TaskState.PARKED:
-            batch.perhaps[task_id] = (index, str(call_id))
-    elif arrival.is_redelivered:
-        is_mine = call.task_state == TaskState.RUNNING and call.trigger == str(call_id)
-        _take_over(batch, index, task_id, call.version, trigger=str(call_id) if is_mine else None)
+            batch.perhaps[task_id] = (index, call_id)
     return Ruling(verdict, name=call.peer, task_id=task_id, state=TASK_STATES[call.task_state])
 
 
@@ -349,45 +378,44 @@ def _joined(one: Request, task: Task) -> Task | None:
 async def _answer(connection: Connection, batch: _Batch, rulings: Rulings, lease: timedelta) -> Sequence[Answer]:
     """Write what was decided, tell the granted runs what they need, and put the rulings in order."""
     written = await _write(connection, batch, lease)
-    if len(written) < len(batch.versions):
-        _leave(rulings, batch.versions.keys() - written.keys())
-    for task_id, (known, row) in written.items():
-        if known is not None:
-            index, _ = batch.grants.get(task_id) or batch.perhaps[task_id]
-            rulings[index] = _granted(rulings[index], _with_what_closed(known, batch), row)
+    if len(written.tasks) < len(batch.versions):
+        _leave(rulings, batch.versions.keys() - written.tasks)
+    for row in written.granted:
+        task_id = row[0]
+        index, _ = batch.grants.get(task_id) or batch.perhaps[task_id]
+        rulings[index] = _granted(rulings[index], row, written.known.get(task_id, ()), batch)
     if batch.came_back:
         await _find_unsent(connection, batch, rulings)
     return [rulings[index] for index in range(len(rulings))]
 
 
-def _granted(
-    ruling: Ruling | Busy | Unreadable | None, known: Iterable[Sequence[Any]], row: Any
-) -> Ruling | Unreadable:
+def _granted(ruling: Answer, row: Row, known: Iterable[Sequence[Any]], batch: _Batch) -> Ruling | Unreadable:
     """A grant with all the run needs. It is committed by now: were the whole batch to fail for one row that this code
     cannot read, such as one of a newer release, it would be repeated, and each item taken for a duplicate of itself.
     """
     assert isinstance(ruling, Ruling)
     try:
-        return replace(ruling, verdict=Verdict.GRANTED, task=task_of(row), history=history_of(known))
+        task, history = task_of(row), history_of(known, batch.closing)
     except UNREADABLE as error:
         return Unreadable(error)
+    return replace(ruling, verdict=Verdict.GRANTED, task=task, history=history)
 
 
-async def _write(
-    connection: Connection, batch: _Batch, lease: timedelta
-) -> Mapping[TaskId, tuple[Sequence[Any] | None, Any]]:
-    """Give the tasks that are written; with what is known of it and its row, each that is granted."""
+async def _write(connection: Connection, batch: _Batch, lease: timedelta) -> _Written:
+    """Write what was decided, where it still holds."""
+    written = _Written()
     if not batch.versions:
-        return {}
-    call_counts = Counter([task_id for _, task_id, *_ in batch.closing.values()])
+        return written
     tasks = []
     for task_id, version in batch.versions.items():
         is_taken_over = task_id in batch.grants
         _, trigger = batch.grants[task_id] if is_taken_over else batch.perhaps.get(task_id, (0, None))
-        tasks.append((task_id, version, batch.seqs.get(task_id), trigger, is_taken_over, call_counts[task_id]))
+        words = None if trigger is None else str(trigger)
+        tasks.append((task_id, version, batch.seqs.get(task_id), words, is_taken_over))
     values = columns(TASK_NAMES, tasks) | columns(CALL_NAMES, list(batch.closing.values()))
-    found = await connection.execute(WRITE, values | {"lease_s": lease.total_seconds()})
-    return {task_id: (known, row) for task_id, known, row in found}
+    for row in await connection.execute(WRITE, values | {"lease_s": lease.total_seconds()}):
+        written.add(row)
+    return written
 
 
 def _leave(rulings: Rulings, busy: Collection[TaskId]) -> None:
@@ -397,18 +425,6 @@ def _leave(rulings: Rulings, busy: Collection[TaskId]) -> None:
             task_id = ruling.task_id if ruling.task is None else ruling.task.task_id
             if task_id is not None and task_id in busy:
                 rulings[index] = Busy(task_id)
-
-
-def _with_what_closed(known: Sequence[Any], batch: _Batch) -> Iterable[Sequence[Any]]:
-    """The statement that closed calls read them as they were before."""
-    for row in known:
-        *about, _, _, _, call_id, due_at = row
-        closed = batch.closing.get(call_id)
-        if closed is None:
-            yield row
-        else:
-            _, _, state, seq, value = closed
-            yield (*about, seq, state, value, call_id, due_at)
 
 
 async def _find_unsent(connection: Connection, batch: _Batch, rulings: Rulings) -> None:

@@ -19,6 +19,7 @@ from coatcheck.store.database import rows
 from coatcheck.store.rows import (
     Address,
     Caller,
+    CallId,
     CallState,
     History,
     Kind,
@@ -49,16 +50,18 @@ LOCK_TASKS = text(f"{READ_TASKS.text} ORDER BY t.id FOR UPDATE")
 LOCK_FREE_TASKS = text(f"{LOCK_TASKS.text} SKIP LOCKED")
 EXISTING_TASKS = text("SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))")
 
-# What `recorded_of` reads, in this order, and `history_of` with a due time behind.
+# What `recorded_of` reads, in this order, and `history_of` with a due time behind. Rows, and no array of them for each
+# task: of a value that is a record, the driver looks up the type of each column anew.
 ENTRY_COLUMNS = "key, kind, name, digest, seq, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END, value, NULL::uuid"
 CALL_COLUMNS = "key, kind, name, digest, seq, state, value, id"
 HISTORY_OF_TASK = f"""
-    ARRAY(SELECT ROW({ENTRY_COLUMNS}, NULL::timestamptz) FROM coatcheck.journal
-           WHERE task_id = t.id AND NOT is_forgotten
-           UNION ALL
-          SELECT ROW({CALL_COLUMNS}, due_at) FROM coatcheck.call WHERE task_id = t.id AND NOT is_forgotten)
+    LATERAL (SELECT {ENTRY_COLUMNS}, NULL::timestamptz FROM coatcheck.journal
+              WHERE task_id = t.id AND NOT is_forgotten
+              UNION ALL
+             SELECT {CALL_COLUMNS}, due_at FROM coatcheck.call WHERE task_id = t.id AND NOT is_forgotten)
+         AS h(key, kind, name, digest, seq, state, value, call_id, due_at)
 """
-HISTORY = text(f"SELECT t.id, {HISTORY_OF_TASK} FROM unnest(CAST(:ids AS uuid[])) AS t(id)")
+HISTORY = text(f"SELECT t.id, h.* FROM unnest(CAST(:ids AS uuid[])) AS t(id) CROSS JOIN {HISTORY_OF_TASK}")
 PEER_COLUMNS = """
     c.id, c.task_id, t.service, c.kind, c.key, c.peer, c.handler, c.body, c.headers, c.hard_due_at, t.traceparent
 """
@@ -67,6 +70,10 @@ UNSENT_CALLS = text(f"""
      WHERE c.task_id = ANY(CAST(:ids AS uuid[])) AND c.state = 'open' AND NOT c.is_sent AND c.kind <> 'timer'
      ORDER BY c.id
 """)
+
+
+Closing = tuple[CallId, CallState, int, bytes]
+"""A call that is to be closed: with this state, in this place of the order, with this value."""
 
 
 class Locked:
@@ -98,10 +105,13 @@ async def read_tasks(connection: Connection, ids: Sequence[TaskId], *, locks: bo
 
 
 async def load_histories(connection: Connection, ids: Collection[TaskId]) -> Mapping[TaskId, History]:
-    """Everything recorded and open for these tasks."""
+    """Everything recorded and open for these tasks; one that has nothing is left out."""
     if not ids:
         return {}
-    return {task_id: history_of(known) for task_id, known in await rows(connection, HISTORY, ids=list(ids))}
+    known: dict[TaskId, list[Sequence[Any]]] = defaultdict(list)
+    for task_id, *about in await rows(connection, HISTORY, ids=list(ids)):
+        known[task_id].append(about)
+    return {task_id: history_of(about, {}) for task_id, about in known.items()}
 
 
 async def load_unsent(connection: Connection, tasks: Collection[Task]) -> Mapping[TaskId, Unsent]:
@@ -117,10 +127,15 @@ async def load_unsent(connection: Connection, tasks: Collection[Task]) -> Mappin
     }
 
 
-def history_of(known: Iterable[Sequence[Any]]) -> History:
-    """A task's journal entries and calls, as HISTORY has them, in the order of `seq`."""
+def history_of(known: Iterable[Sequence[Any]], closing: Mapping[CallId, Closing]) -> History:
+    """A task's journal entries and calls, as HISTORY_OF_TASK has them, in the order of `seq`. A statement that closes
+    calls reads them as they were before; so how they are now comes with them.
+    """
     recorded, still_open = [], []
-    for key, kind, name, digest, seq, state, value, call_id, due_at in known:
+    for row in known:
+        key, kind, name, digest, seq, state, value, call_id, due_at = row
+        if call_id in closing:
+            _, state, seq, value = closing[call_id]
         # A send counts as done from the moment its row exists: the handler never waits for it.
         if state == CallState.OPEN and kind != Kind.SEND:
             still_open.append(OpenCall(call_id, key, KINDS[kind], name, digest, due_at))
