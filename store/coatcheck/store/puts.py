@@ -110,7 +110,7 @@ PARTS = {
     "calls": """
         INSERT INTO coatcheck.call (id, task_id, key, kind, name, digest, peer, handler, headers, body, state, seq,
                                     idle, hard_due_at, due_at, look_at, checkpoint)
-        SELECT u.id, task_id, key, kind, name, digest, peer, handler, headers::jsonb, body, 'open', seq,
+        SELECT u.id, task_id, key, kind, name, digest, peer, handler, coalesce(headers::jsonb, '{}'), body, 'open', seq,
                idle_s * interval '1 s', t.now + hard_s * interval '1 s', t.now + least(idle_s, hard_s) * interval '1 s',
                t.now + least(idle_s, hard_s, CASE WHEN kind <> 'timer' THEN CAST(:resend_after_s AS float8) END)
                        * interval '1 s',
@@ -471,7 +471,7 @@ def _call_row(one: _Writing, call: NewCall) -> tuple[Any, ...]:
         call.digest,
         call.peer,
         call.handler,
-        to_json(dict(call.headers)) if call.headers else "{}",
+        to_json(dict(call.headers)) if call.headers else None,
         call.body,
         one.next_seq() if call.kind is Kind.SEND else None,
         call.idle.total_seconds() if call.idle is not None else None,
@@ -515,7 +515,7 @@ def _waits(end: Park) -> tuple[str, str, str]:
     """The groups as three arrays in Postgres's own words: members, the group of each, and what each group needs."""
     calls, numbers, needs = [], [], []
     for number, group in enumerate(end.groups, start=1):
-        calls += [str(call_id) for call_id in group.calls]
+        calls += [call_id.hex for call_id in group.calls]
         numbers += [str(number)] * len(group.calls)
         needs.append("NULL" if group.need is None else str(group.need))
     return f"{{{','.join(calls)}}}", f"{{{','.join(numbers)}}}", f"{{{','.join(needs)}}}"

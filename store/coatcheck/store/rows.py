@@ -147,11 +147,14 @@ class Group(Value, frozen=True):
 
     def is_met(self, states: Mapping[CallId, CallState]) -> bool:
         """Tell whether the wait is over, given the state of each of its calls (missing means open)."""
-        found = [states.get(call, CallState.OPEN) for call in self.calls]
-        ok, still_open = found.count(CallState.OK), found.count(CallState.OPEN)
+        ok, still_open = self._count(states) if states else (0, len(self.calls))
         if self.need is None:
             return still_open == 0
         return ok >= self.need or ok + still_open < self.need
+
+    def _count(self, states: Mapping[CallId, CallState]) -> tuple[int, int]:
+        found = [states.get(call, CallState.OPEN) for call in self.calls]
+        return found.count(CallState.OK), found.count(CallState.OPEN)
 
 
 class Changes(Value, frozen=True):
