@@ -51,6 +51,21 @@ async def test_birth_that_parks_leaves_a_parked_row_without_a_trigger(store):
     assert (task.state, task.epoch, task.checkpoint, task.trigger) == (TaskState.PARKED, 1, 1, None)
 
 
+async def test_calls_are_written_as_they_are_whether_or_not_they_are_alike(store, bench):
+    alike, unlike = calls(3), [call("a#1"), replace(call("b#1"), name="b", peer="other", hard=2 * MINUTE), timer()]
+
+    await park(store, alike)
+    await park(store, unlike)
+
+    rows = (await bench.read())["call"]
+    for one in (*alike, *unlike):
+        row = rows[one.call_id]
+        due_in = row["hard_due_at"] - row["opened_at"]
+        assert (row["key"], row["kind"], row["name"], row["peer"]) == (one.key, one.kind, one.name, one.peer)
+        assert abs(due_in - one.hard) < timedelta(seconds=5)
+        assert (row["headers"], row["checkpoint"], row["state"]) == ({}, 1, CallState.OPEN)
+
+
 async def test_put_of_an_older_epoch_is_refused_and_writes_nothing(store):
     (one,) = calls(1)
     task_id = await park(store, [one])

@@ -28,7 +28,7 @@ from sqlalchemy import text
 from coatcheck.store.batcher import Busy, Unreadable
 from coatcheck.store.births import INSERT_BIRTHS, REQUEST_TRIGGER, birth_values, running
 from coatcheck.store.connection import Connection, Row
-from coatcheck.store.database import columns, rows
+from coatcheck.store.database import columns, rows, spread
 from coatcheck.store.records import (
     HISTORY_OF_TASK,
     TASK_COLUMNS,
@@ -98,7 +98,7 @@ WRITE = text(f"""
          WHERE t.xmin = u.version ORDER BY t.id FOR UPDATE OF t SKIP LOCKED),
     held_call AS MATERIALIZED (
         SELECT u.*, c.task_id
-          FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_state AS text[]), CAST(:c_seq AS integer[]),
+          FROM unnest(CAST(:c_id AS uuid[]), {spread("c_state", "text", over="c_id")}, CAST(:c_seq AS integer[]),
                       CAST(:c_value AS bytea[])) AS u(id, state, seq, value)
           JOIN coatcheck.call c ON c.id = u.id
          WHERE (c.task_id IN (SELECT id FROM held)) IS TRUE AND c.state = 'open'
@@ -148,6 +148,7 @@ WRITE = text(f"""
 """)
 TASK_NAMES = ("id", "version", "seq", "trigger", "takes_over")
 CALL_NAMES = ("c_id", "c_state", "c_seq", "c_value")
+CALL_ALIKE = ("c_state",)
 CREATE = text(f"{INSERT_BIRTHS.replace('coatcheck.task (', 'coatcheck.task AS t (')} RETURNING {TASK_COLUMNS}")
 ADDRESSES = text("""
     UPDATE coatcheck.task t SET addresses = u.addresses::jsonb
@@ -412,7 +413,8 @@ async def _write(connection: Connection, batch: _Batch, lease: timedelta) -> _Wr
         _, trigger = batch.grants[task_id] if is_taken_over else batch.perhaps.get(task_id, (0, None))
         words = None if trigger is None else str(trigger)
         tasks.append((task_id, version, batch.seqs.get(task_id), words, is_taken_over))
-    values = columns(TASK_NAMES, tasks) | columns(CALL_NAMES, list(batch.closing.values()))
+    calls = columns(CALL_NAMES, list(batch.closing.values()), alike=CALL_ALIKE)
+    values = columns(TASK_NAMES, tasks) | calls
     for row in await connection.execute(WRITE, values | {"lease_s": lease.total_seconds()}):
         written.add(row)
     return written

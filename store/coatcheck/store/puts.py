@@ -27,7 +27,7 @@ from sqlalchemy import TextClause, text
 from coatcheck.store.batcher import Busy
 from coatcheck.store.births import INSERT_BIRTHS, RESEND_AFTER_S, STANDING_COLUMNS, Standing, birth_values
 from coatcheck.store.connection import Connection
-from coatcheck.store.database import columns, rows
+from coatcheck.store.database import columns, rows, spread
 from coatcheck.store.records import (
     CALL_STATES,
     ENTRY_COLUMNS,
@@ -107,19 +107,21 @@ PARTS = {
                              CAST(:e_is_forgotten AS boolean[])) AS u(task_id)
          WHERE task_id IN (SELECT id FROM writing)
     """,
-    "calls": """
+    "calls": f"""
         INSERT INTO coatcheck.call (id, task_id, key, kind, name, digest, peer, handler, headers, body, state, seq,
                                     idle, hard_due_at, due_at, look_at, checkpoint)
-        SELECT u.id, task_id, key, kind, name, digest, peer, handler, coalesce(headers::jsonb, '{}'), body, 'open', seq,
-               idle_s * interval '1 s', t.now + hard_s * interval '1 s', t.now + least(idle_s, hard_s) * interval '1 s',
+        SELECT u.id, task_id, key, kind, name, digest, peer, handler, coalesce(headers::jsonb, '{{}}'), body, 'open',
+               seq, idle_s * interval '1 s', t.now + hard_s * interval '1 s',
+               t.now + least(idle_s, hard_s) * interval '1 s',
                t.now + least(idle_s, hard_s, CASE WHEN kind <> 'timer' THEN CAST(:resend_after_s AS float8) END)
                        * interval '1 s',
                checkpoint
           FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_task_id AS uuid[]), CAST(:c_key AS text[]),
-                      CAST(:c_kind AS text[]), CAST(:c_name AS text[]), CAST(:c_digest AS bytea[]),
-                      CAST(:c_peer AS text[]), CAST(:c_handler AS text[]), CAST(:c_headers AS text[]),
-                      CAST(:c_body AS bytea[]), CAST(:c_seq AS integer[]), CAST(:c_idle_s AS float8[]),
-                      CAST(:c_hard_s AS float8[]), CAST(:c_checkpoint AS integer[]))
+                      {spread("c_kind", "text", over="c_id")}, {spread("c_name", "text", over="c_id")},
+                      CAST(:c_digest AS bytea[]), {spread("c_peer", "text", over="c_id")},
+                      CAST(:c_handler AS text[]), CAST(:c_headers AS text[]), CAST(:c_body AS bytea[]),
+                      CAST(:c_seq AS integer[]), CAST(:c_idle_s AS float8[]),
+                      {spread("c_hard_s", "float8", over="c_id")}, {spread("c_checkpoint", "integer", over="c_id")})
             AS u(id, task_id, key, kind, name, digest, peer, handler, headers, body, seq, idle_s, hard_s, checkpoint),
                (SELECT clock_timestamp() AS now) AS t
          WHERE task_id IN (SELECT id FROM writing)
@@ -224,6 +226,7 @@ CALL_NAMES = (
     *("c_id", "c_task_id", "c_key", "c_kind", "c_name", "c_digest", "c_peer", "c_handler", "c_headers", "c_body"),
     *("c_seq", "c_idle_s", "c_hard_s", "c_checkpoint"),
 )
+CALL_ALIKE = ("c_kind", "c_name", "c_peer", "c_hard_s", "c_checkpoint")
 CLOSE_NAMES = ("x_id", "x_task_id", "x_seq")
 WAIT_NAMES = ("m_id", "m_number", "m_need", "m_call_id")
 FORGET_NAMES = ("f_task_id", "f_key")
@@ -448,7 +451,7 @@ def _parts(writing: Mapping[TaskId, _Writing]) -> tuple[tuple[str, ...], dict[st
         (FORGET_NAMES, forgets),
     ):
         if items:
-            values |= columns(names, items)
+            values |= columns(names, items, alike=CALL_ALIKE)
     return tuple([part for part, items in has.items() if items]), values
 
 
