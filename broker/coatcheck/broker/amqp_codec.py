@@ -260,7 +260,7 @@ def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message
     return Message(*fields), count, death
 
 
-# A message's fields in their order, the body first: filled in by number, which is twice as fast as by name.
+# A message's fields in their order, the body first: filled in by number, which takes a quarter less than by name.
 _NO_FIELDS: list[Any] = [getattr(Message(), name) for name in Message.__struct_fields__]
 _FIELDS = {name: at for at, name in enumerate(Message.__struct_fields__)}
 
