@@ -64,7 +64,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tracestate: str | None = None
     keep: bool = False
     """The requester will fetch the result: store it even if the task never waits."""
-    digest: bytes = b""
+
+    @property
+    def digest(self) -> bytes:
+        """Tells its body from another one; made when it is asked for."""
+        return self.body.digest
 
 
 def parse_request(message: Message, limits: Limits = DEFAULT_LIMITS) -> Request:
@@ -74,8 +78,7 @@ def parse_request(message: Message, limits: Limits = DEFAULT_LIMITS) -> Request:
     if kind not in {None, "request"}:
         raise MalformedMessage("unknown_kind", f"{KIND} {kind!r} on a requests queue")
     body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
-    digest = body.digest
-    handler, identity = head.find_property("type"), _find_identity(head, digest)
+    handler, identity = head.find_property("type"), _find_identity(head, body)
     correlation_id, reply_to = head.find_property("correlation_id"), head.find_property("reply_to")
     if not message.headers:  # as with most strangers: there is nothing to look up
         return Request(
@@ -84,7 +87,6 @@ def parse_request(message: Message, limits: Limits = DEFAULT_LIMITS) -> Request:
             identity=identity,
             correlation_id=correlation_id,
             reply_to=reply_to,
-            digest=digest,
         )
     return Request(
         handler=handler,
@@ -98,7 +100,6 @@ def parse_request(message: Message, limits: Limits = DEFAULT_LIMITS) -> Request:
         traceparent=head.find_traceparent(),
         tracestate=head.find_tracestate(),
         keep=head.find_flag(KEEP),
-        digest=digest,
     )
 
 
@@ -159,7 +160,7 @@ def find_token(message: Message, limits: Limits = DEFAULT_LIMITS) -> str | None:
     return Head(message, limits).find_token()
 
 
-def _find_identity(head: Head, digest: bytes) -> str | None:
+def _find_identity(head: Head, body: Body) -> str | None:
     identity = head.find_text(IDENTITY) or head.find_property("message_id")
     if identity:
         return identity
@@ -167,7 +168,7 @@ def _find_identity(head: Head, digest: bytes) -> str | None:
     if not reply_to or not correlation_id:
         return None
     # Length-prefixed, so that no two pairs of addresses run together into one.
-    parts = (reply_to.encode(), correlation_id.encode(), digest)
+    parts = (reply_to.encode(), correlation_id.encode(), body.digest)
     return hashlib.sha256(b"".join(len(it).to_bytes(4, "big") + it for it in parts)).hexdigest()
 
 

@@ -69,7 +69,7 @@ class Replies:
         state, value, told = _end_of(reply)
         arrival = Arrival(CallId(subject), state, value, delivery.is_redelivered, told, self._runtime.app.service)
         reach("before_claim")
-        claiming = self._runtime.store.claim(arrival)
+        claiming = asyncio.ensure_future(self._runtime.store.claim(arrival))
         self._hops.watch(delivery, claiming, partial(self._on_claimed, delivery, arrival, time.monotonic()))
         return None
 
