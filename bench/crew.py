@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 import asyncpg
+from bench.bare import PREFETCH
 from bench.client import Client
 from bench.echo import COUNT
 from bench.probes import Probe, Reading, find_postgres, find_rabbitmq, published_by
@@ -64,7 +65,8 @@ class Crew:
     async def _start(self, group: str, *command: str, awaits: str) -> None:
         settings = {"COATCHECK_SWEEPER_QUEUE": self.bench.hints_queue, "COATCHECK_HEALTH_PORT": "0"}
         if group in WORKERS:
-            settings["BENCH_SERVICE"] = self.bench.queue(group)
+            # As many at once as the loops take: what is compared is the work, not who is let in.
+            settings |= {"BENCH_SERVICE": self.bench.queue(group), "COATCHECK_CONCURRENCY": str(PREFETCH)}
         process = await self.bench.start(*command, awaits=awaits, **settings)
         self._pids.setdefault(group, []).append(process.pid)
 
