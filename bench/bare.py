@@ -110,7 +110,11 @@ class Batched:
 
         task = asyncio.create_task(publish())
         self.sending.add(task)
-        task.add_done_callback(lambda done: (self.sending.discard(done), done.result()))
+        task.add_done_callback(self.sent)
+
+    def sent(self, task: asyncio.Task[None]) -> None:
+        self.sending.discard(task)
+        task.result()
 
 
 async def reply_only(broker: Broker, service: str) -> None:

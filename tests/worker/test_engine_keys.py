@@ -357,6 +357,20 @@ async def test_never_awaited_work_is_named():
     assert "ctx.call('search') was never awaited" in str(caught[0].message)
 
 
+async def test_work_given_away_before_it_is_awaited_teaches():
+    async def handler(ctx):
+        first = ctx.call("search", 1)
+        try:
+            await ctx.call("rank", {"found": [first]})
+        finally:
+            first.close()
+
+    error = str(await Desk(handler).raised())
+
+    assert error.startswith("ctx.call('rank') got arguments")
+    assert "before it is awaited: write `await ctx.call(...)`" in error
+
+
 async def test_work_awaited_twice_teaches():
     async def handler(ctx):
         work = ctx.step(plan, "a")

@@ -9,8 +9,12 @@ from datetime import datetime, timedelta
 import pytest
 import structlog
 
+from coatcheck.broker.bodies import Body
+from coatcheck.store.rows import Kind
 from coatcheck.worker import logs
+from coatcheck.worker.keys import Wanted
 from coatcheck.worker.settings import LogFormat, LogLevel
+from coatcheck.worker.work import CallWork
 
 
 class Terminal(io.StringIO):
@@ -71,6 +75,21 @@ def test_format_and_level_can_be_chosen():
     assert [line["event"] for line in lines(stream)] == ["heard"]
 
 
+def call(body: object) -> CallWork:
+    """What `ctx.call("pay", body)` gives a handler."""
+    wanted = Wanted("pay", kind=Kind.CALL, name="pay", digest=b"")
+    hour = timedelta(hours=1)
+    work = CallWork(None, wanted, peer="pay", body=body, handler=None, idle=None, hard=hour, retry=None, returns=None)  # type: ignore[arg-type]
+    work.begin()
+    return work
+
+
+def loop() -> list[object]:
+    held: list[object] = ["hunter2"]
+    held.append(held)
+    return held
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -84,6 +103,10 @@ def test_format_and_level_can_be_chosen():
         ({"body": {"card": "hunter2"}}, {"body": "<withheld dict>"}),
         ({"payload": "hunter2"}, {"payload": "<withheld str>"}),
         ({"error": OSError("amqp://u:hunter2@h/")}, {"error": "OSError('amqp://u:***@h/')"}),
+        ({"urls": ["amqp://u:hunter2@h/", b"hunter2"]}, {"urls": ["amqp://u:***@h/", "<7 bytes>"]}),
+        ({"reply": Body.of("hunter2")}, {"reply": "Body(json, 9 bytes)"}),
+        ({"works": (call("hunter2"),)}, {"works": ["<ctx.call('pay') key='pay'>"]}),
+        ({"loop": loop(), "n": 1}, {"loop": "<list>", "n": 1}),
         ({"thing": 1 + 2j}, {"thing": "(1+2j)"}),
         ({"odd": "\ud800"}, {"odd": "'\\ud800'"}),
     ],

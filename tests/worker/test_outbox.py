@@ -74,6 +74,24 @@ async def test_what_was_confirmed_before_an_outage_is_not_told_of_it():
     assert broker.batches == [MOST_IN_BATCH, MOST_IN_BATCH]  # the rest is not tried
 
 
+async def test_an_outage_is_told_before_a_message_that_is_refused():
+    """Whoever waits has messages to send yet, and comes again."""
+
+    class Failing(Recording):
+        async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
+            self.batches.append(len(batch))
+            if any(each.to == "bad" for each in batch):
+                raise OversizedMessage("too_large", "2 MB")
+            raise BrokerUnavailable("away")
+
+    broker = Failing()
+
+    (lost,) = await asyncio.gather(outbox_of(broker).publish(messages("bad", "good")), return_exceptions=True)
+
+    assert isinstance(lost, BrokerUnavailable)
+    assert broker.batches == [2, 1, 1]
+
+
 async def test_caller_who_gives_up_does_not_stop_the_others():
     broker = Recording()
     outbox = outbox_of(broker)

@@ -66,7 +66,7 @@ class Attempt:
             self._done.set_result(None)
 
 
-class _Sending(msgspec.Struct):
+class _Sending(msgspec.Struct, eq=False):
     """One message on its way."""
 
     attempt: Attempt

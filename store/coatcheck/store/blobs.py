@@ -178,6 +178,8 @@ def _encode_foreign(value: Any) -> Any:
     """Let pydantic models be stored without depending on pydantic."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
+    if hasattr(value, "why_not_stored"):
+        raise TypeError(f"cannot store {value.why_not_stored}")
     raise TypeError(
         f"cannot store a {type(value).__module__}.{type(value).__qualname__}: use builtins, dataclasses, "
         "msgspec structs or pydantic models"

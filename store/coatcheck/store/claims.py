@@ -6,7 +6,8 @@ the transaction that wrote it), locks the calls, closes them, stores the values,
 Whatever changes a task's calls writes the task's row too; so where the version holds, all that was read still is so,
 and what the statement itself sees of the calls is too. Without a lock and a version from
 before the count, two last replies that arrive together would each see the other's call open, and nobody would resume
-the task. What is locked elsewhere or has changed is left out, and claimed in a lane of its own, which locks first.
+the task. What is locked elsewhere or has changed is left out, and claimed with the next batch, in the end in a lane of
+its own, which locks first.
 
 Counting is by rows, never by decrement: four replies of one task may come in one batch.
 
@@ -421,7 +422,7 @@ async def _write(connection: Connection, batch: _Batch, lease: timedelta) -> _Wr
 
 
 def _leave(rulings: Rulings, busy: Collection[TaskId]) -> None:
-    """Whatever arrived for a task that could not be written waits for it, in a lane."""
+    """Whatever arrived for a task that could not be written is tried again."""
     for index, ruling in rulings.items():
         if isinstance(ruling, Ruling):
             task_id = ruling.task_id if ruling.task is None else ruling.task.task_id

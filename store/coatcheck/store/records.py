@@ -1,7 +1,7 @@
 """Reading rows: the statements that lock and load, and the values they become.
 
-Lock order, everywhere: tasks by id, then calls by id. A batch locks its tasks with SKIP LOCKED and hands what is locked
-elsewhere to a lane of its own, where one task is waited for at a time; so no two transactions ever wait in a circle.
+Lock order, everywhere: tasks by id, then calls by id. A batch locks its tasks with SKIP LOCKED and leaves out what is
+locked elsewhere; only in a lane is a lock waited for, one task at a time. So no two transactions ever wait in a circle.
 """
 
 from __future__ import annotations

@@ -131,8 +131,13 @@ def _protect(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     for key, value in event.items():
         is_plain = "=" not in value and "://" not in value if type(value) is str else type(value) in _PLAIN
         if not is_plain or key in _GUARDED_KEYS:
-            return _protected_items(event)
-    return event  # nothing to hide: most lines are like that
+            break
+    else:
+        return event  # nothing to hide: most lines are like that
+    try:
+        return _protected_items(event)
+    except RecursionError:  # something that holds itself
+        return {key: value if type(value) in _PLAIN else f"<{type(value).__name__}>" for key, value in event.items()}
 
 
 def _protected_items(items: MutableMapping[str, Any]) -> dict[str, Any]:
@@ -146,9 +151,16 @@ def _protected(key: str, value: Any) -> Any:
         return f"<{len(value)} bytes>"
     if key in _GUARDED_KEYS:
         return _GUARDED_KEYS[key].format(type(value).__name__)
-    if isinstance(value, BaseException):
+    if isinstance(value, BaseException) or _is_ours(value):
         return redacted(repr(value))
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_protected(key, each) for each in value]
     return _protected_items(value) if isinstance(value, dict) else value
+
+
+def _is_ours(value: object) -> bool:
+    """Tell whether it is a message, a row or a piece of work: its repr hides what is the users', its fields do not."""
+    return isinstance(value, msgspec.Struct) and type(value).__module__.startswith("coatcheck.")
 
 
 def _to_json(event: EventDict, **_: Any) -> str:

@@ -47,9 +47,11 @@ class _Parcel:
     def settle(self, fates: list[Routing | Exception]) -> None:
         if self.routings.done():
             return  # whoever waited has left
-        failure = next((fate for fate in fates if isinstance(fate, Exception)), None)
-        if failure is not None:
-            self.routings.set_exception(failure)
+        failures = [fate for fate in fates if isinstance(fate, Exception)]
+        if failures:
+            # An outage before all else: what it hit is to be published yet.
+            outage = next((each for each in failures if isinstance(each, TransientError)), None)
+            self.routings.set_exception(outage or failures[0])
         else:
             self.routings.set_result(cast("list[Routing]", fates))
 

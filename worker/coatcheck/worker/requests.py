@@ -77,7 +77,6 @@ class Requests:
             task_id=str(task_id),
             correlation_id=request.correlation_id,
             handler=handler_name or "",
-            attempt=1,
             trace_id=tracing.trace_id_of(request.traceparent),
         )
         try:
@@ -111,6 +110,7 @@ class Requests:
             await self._accept(delivery, make_birth(), is_redelivered=is_lost)
         else:
             # No row knows it, as far as we can tell.
+            bind_contextvars(attempt=1)
             fresh = self._fresh(delivery, request, handler, task_id=task_id, caller=caller, make_birth=make_birth)
             is_ours = await self._executor.execute(fresh, is_resume=False)
             if fresh.followers or not is_ours:

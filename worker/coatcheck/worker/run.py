@@ -90,6 +90,9 @@ T = TypeVar("T")
 class Run:
     """One execution. `execute()` is awaited once; deliver(), abandon(), cancel() may come at any time, on its loop."""
 
+    why_not_stored = "what ctx gives before it is awaited: write `await ctx.call(...)`, and store what that returns"
+    """An encoder that is given such a piece of work gets to the run it belongs to."""
+
     def __init__(
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
         invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, host: Host,
