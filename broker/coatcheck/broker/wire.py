@@ -80,27 +80,25 @@ def parse_request(message: Message, limits: Limits = DEFAULT_LIMITS) -> Request:
     body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding, limits=limits)
     handler, identity = head.find_property("type"), _find_identity(head, body)
     correlation_id, reply_to = head.find_property("correlation_id"), head.find_property("reply_to")
-    if not message.headers:  # as with most strangers: there is nothing to look up
-        return Request(
-            handler=handler,
-            body=body,
-            identity=identity,
-            correlation_id=correlation_id,
-            reply_to=reply_to,
-        )
     return Request(
         handler=handler,
         body=body,
         identity=identity,
         correlation_id=correlation_id,
         reply_to=reply_to,
-        key=head.find_text(KEY),
-        task=head.find_text(TASK),
-        deadline=head.find_instant(DEADLINE),
-        traceparent=head.find_traceparent(),
-        tracestate=head.find_tracestate(),
-        keep=head.find_flag(KEEP),
+        **(_read_request_headers(head) if message.headers else {}),  # most strangers send none
     )
+
+
+def _read_request_headers(head: Head) -> dict[str, Any]:
+    return {
+        "key": head.find_text(KEY),
+        "task": head.find_text(TASK),
+        "deadline": head.find_instant(DEADLINE),
+        "traceparent": head.find_traceparent(),
+        "tracestate": head.find_tracestate(),
+        "keep": head.find_flag(KEEP),
+    }
 
 
 def make_request(
