@@ -1,7 +1,8 @@
 # One image for every role: worker, sweeper, migrate, and the example peer.
-ARG PYTHON_VERSION=3.13
+# Pinned by digest: the tag says what it is, the digest which one.
+ARG PYTHON=python:3.13-slim@sha256:7c61056e61ac89e852de05f3dc6fa51a6dd2181797bceed46aa725dd7cb2cd3b
 
-FROM python:${PYTHON_VERSION}-slim AS build
+FROM ${PYTHON} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN python -m venv /opt/coatcheck
@@ -16,7 +17,7 @@ COPY store store
 RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
     && /opt/coatcheck/bin/python -m pip install --no-deps --no-index /dist/*.whl
 
-FROM python:${PYTHON_VERSION}-slim
+FROM ${PYTHON}
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin coatcheck
 COPY --from=build /opt/coatcheck /opt/coatcheck
 COPY examples /app/examples

