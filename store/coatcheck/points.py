@@ -54,6 +54,8 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "after_publish": "a whole batch is confirmed",
         "before_answer": "a final reply is about to be published",
         "after_answer": "the final reply is confirmed",
+        "before_leave": "a final reply that a queue refused is about to be left to the sweeper",
+        "after_leave": "it is left to the sweeper, and its trigger not acked yet",
         "before_ack": "all is done for a trigger but its ack",
         "after_ack": "the ack is given, and perhaps not written yet",
         "acks_written": "acks were written to the broker",

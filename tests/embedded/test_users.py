@@ -16,7 +16,7 @@ import pytest
 from tests.embedded import kit
 from tests.embedded.kit import ROOT, ask
 
-from coatcheck.embedded import find_directory, identity, installs, is_running
+from coatcheck.embedded import find_directory, identity, installs, is_running, sockets
 from coatcheck.embedded.places import Places
 
 pytestmark = [
@@ -156,6 +156,93 @@ def test_data_elsewhere_goes_after_its_temporary_directory(tmp_path: Path) -> No
     assert [room.exists() for room in rooms] == [False, True]
     for room in (*rooms, third.room):
         shutil.rmtree(room, ignore_errors=True)
+
+
+# --- what another process of the server's user may try ---
+
+SECRET = "open-sesame"
+
+
+@pytest.fixture
+def roots(empty: Path) -> Path:
+    """A file of root's that nobody may neither read nor write."""
+    path = empty.parent / "of-root"
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def meddling(empty: Path, roots: Path) -> Path:
+    """Binaries whose `initdb` leaves a link where root would write next, as any process of that user could."""
+    real = installs.find_install().bin
+    place = empty.parent / "bin"
+    place.mkdir()
+    (place / "postgres").write_text(f'#!/bin/sh\nexec {real}/postgres "$@"\n')
+    (place / "initdb").write_text(
+        f"""#!/bin/sh
+{real}/initdb "$@" || exit
+case "$*" in *--sync-only*) ;; *) rm "$2/pg_hba.conf" && ln -s {roots} "$2/pg_hba.conf" ;; esac
+"""
+    )
+    for program in place.iterdir():
+        program.chmod(0o755)
+    return place
+
+
+def test_link_in_a_new_cluster_leads_root_nowhere(meddling: Path, roots: Path, empty: Path, start) -> None:
+    user = start(empty, environment={"COATCHECK_PG_BIN": str(meddling)})
+
+    assert "pg_hba.conf" in user.error
+    assert roots.read_text() == SECRET
+
+
+@pytest.mark.parametrize("name", ["PG_VERSION", "postmaster.pid"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_planted_among_the_data_is_neither_followed_nor_waited_for(
+    name: str, kind: str, roots: Path, directory: Path, start
+) -> None:
+    planted = kit.data_of(directory) / name
+    planted.unlink(missing_ok=True)
+    if kind == "link":
+        planted.symlink_to(roots)
+    else:
+        os.mkfifo(planted, 0o666)
+    os.chown(planted, pwd.getpwnam("nobody").pw_uid, -1, follow_symlinks=False)
+
+    user = start(directory)
+
+    assert name in user.error
+    assert SECRET not in user.error + kit.log_of(directory)
+    assert roots.read_text() == SECRET
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_link_in_the_place_of_the_sockets_directory_leads_root_nowhere(empty: Path) -> None:
+    """In /tmp the server's user may put a link in the place of its directory."""
+    of_root = empty.parent / "sockets-of-root"
+    of_root.mkdir(mode=0o755)
+    (of_root / ".s.PGSQL.1").touch()
+    link = empty.parent / "run"
+    link.symlink_to(of_root)
+
+    with pytest.raises(PermissionError):
+        identity.find_identity().act(lambda: sockets.renew(link, 1))
+
+    assert [path.name for path in of_root.iterdir()] == [".s.PGSQL.1"]
+
+
+def test_environment_of_the_server_tells_nothing_of_roots(empty: Path, start) -> None:
+    user = start(empty, environment={"API_TOKEN": SECRET, "COATCHECK_BROKER": f"amqp://me:{SECRET}@host/"})
+    nobody = pwd.getpwnam("nobody").pw_uid
+    ask(user.url, "SELECT 1")
+
+    pids = [pid for pid in kit.running(empty) if Path(f"/proc/{pid}").stat().st_uid == nobody]
+    assert kit.postmaster(empty) in pids
+    found = [Path(f"/proc/{pid}/environ").read_bytes() for pid in pids]
+    assert not any(SECRET.encode() in text for text in found)
+    names = {line.partition(b"=")[0].decode() for text in found for line in text.split(b"\0") if b"=" in line}
+    assert names <= {"PATH", "LC_ALL", "TZ", "LD_LIBRARY_PATH"}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import asyncpg
 import pytest
 from hypothesis import settings
-from tests.conftest import _temporary_database
+from tests.conftest import temporary_database
 from tests.services import run_sync
 from tests.store.bench import Bench, MemoryBench, PostgresBench
 
@@ -21,7 +21,7 @@ settings.load_profile("store")
 
 @pytest.fixture(scope="session")
 def shared_store_url(postgres_url: str, migrated_template: str) -> Iterator[str]:
-    with _temporary_database(postgres_url, template=migrated_template) as url:
+    with temporary_database(postgres_url, template=migrated_template) as url:
         yield url
 
 

@@ -36,9 +36,11 @@ from coatcheck.store.rows import (
     TaskState,
     Verdict,
 )
+from coatcheck.store.sweeps import Retention
 
 MINUTE = timedelta(minutes=1)
 DAY = timedelta(days=1)
+AT_ONCE = Retention(timedelta(), timedelta())
 A_SECOND_AGO = timedelta(seconds=-1)
 CANCELLED = encode({"code": "cancelled"})
 
@@ -135,7 +137,7 @@ def hold(delay: timedelta = MINUTE) -> Hold:
 def cancel_of(
     task_id: TaskId, *, correlation_id: str | None = None, value: bytes = CANCELLED, keep: timedelta = DAY
 ) -> CancelAsk:
-    return CancelAsk("svc", task_id, value, keep, correlation_id)
+    return CancelAsk("svc", task_id, lambda _: value, keep, correlation_id)
 
 
 def put_of(task: Task, end: Going | Park | Finish | Again | Hold, **changes: Any) -> Put:

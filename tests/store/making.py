@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable, Iterable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from hypothesis import strategies as st
@@ -107,7 +107,7 @@ class Maker:
     def ask(self) -> CancelAsk:
         correlation_id = self.one([None, None, "c-0", "c-1", "c-none"])
         task_id, keep = self.one(self._near).task_id, self.one([NOW, DAY])
-        return CancelAsk(self._queue() or "svc", task_id, b"reason", keep, correlation_id)
+        return CancelAsk(self._queue() or "svc", task_id, lambda _: b"reason", keep, correlation_id)
 
     def _queue(self) -> str:
         """On whose queue something came; mostly nobody asks."""
@@ -256,5 +256,9 @@ class Maker:
     def _birth(self, number: int) -> Birth:
         service = "another" if number == 4 else "svc"
         newborn = birth(TaskId(self._id()), correlation_id=f"c-{number % 2}", service=service)
-        named: dict[int, dict[str, Any]] = {1: {"identity": None}, 2: {"caller": Caller("somebody", {"role": "guest"})}}
+        named: dict[int, dict[str, Any]] = {
+            1: {"identity": None},
+            2: {"caller": Caller("somebody", {"role": "guest"})},
+            3: {"deadline_at": datetime(2031, 1, 1, tzinfo=UTC)},
+        }
         return replace(newborn, **named.get(number, {}))

@@ -24,7 +24,7 @@ from tests.store.kit import (
 )
 
 from coatcheck.store import TaskState
-from coatcheck.store.rows import Address, Request, Verdict, Wake
+from coatcheck.store.rows import MOST_ADDRESSES, Address, Request, Verdict, Wake
 
 
 async def test_request_without_a_row_is_granted_one(store):
@@ -35,6 +35,14 @@ async def test_request_without_a_row_is_granted_one(store):
     assert ruling.verdict is Verdict.GRANTED
     task = await get(store, newborn.task_id)
     assert (task.state, task.epoch, task.pickups, task.trigger) == (TaskState.RUNNING, 1, 1, "request")
+
+
+async def test_request_that_came_back_may_have_been_run_before_without_a_row(store):
+    first, back = birth(), birth()
+
+    await asyncio.gather(store.accept(Request(first)), store.accept(Request(back, is_redelivered=True)))
+
+    assert [(await get(store, one.task_id)).pickups for one in (first, back)] == [1, 2]
 
 
 async def test_copy_of_a_running_request_is_a_duplicate(store):
@@ -67,6 +75,22 @@ async def test_same_identity_with_another_body_is_a_conflict(store):
     await store.accept(Request(birth(task_id, body=1)))
 
     assert (await store.accept(Request(birth(task_id, body=2)))).verdict is Verdict.CONFLICT
+
+
+async def test_no_more_than_so_many_addresses_wait_for_one_task(store):
+    task_id = new_id()
+    requests = [Request(birth(task_id, reply_to=f"q{number}")) for number in range(MOST_ADDRESSES)]
+    await store.accept(requests[0])
+    await asyncio.gather(*map(store.accept, requests[1:]))
+
+    ruling = await store.accept(Request(birth(task_id, reply_to="one too many")))
+    together = await asyncio.gather(*(store.accept(Request(birth(task_id, reply_to=f"x{n}"))) for n in range(3)))
+    known = await store.accept(Request(birth(task_id, reply_to="q7"), is_redelivered=True))
+
+    assert ruling.verdict is Verdict.CROWDED
+    assert {each.verdict for each in together} == {Verdict.CROWDED}
+    assert known.verdict is Verdict.GRANTED
+    assert len((await get(store, task_id)).addresses) == MOST_ADDRESSES
 
 
 async def test_same_request_from_another_address_is_answered_there_too(store):
@@ -169,7 +193,7 @@ async def test_redelivered_request_of_a_finished_task_finds_its_reply_unsent_unt
     await written(store, put_of(task, done()))
 
     before = await store.accept(Request(newborn, is_redelivered=True))
-    await store.mark_final_sent([newborn.task_id])
+    await store.mark_final_sent({task.task_id: task.addresses})
     after = await store.accept(Request(newborn, is_redelivered=True))
 
     assert (before.verdict, before.unsent.is_final_unsent) == (Verdict.FINISHED, True)

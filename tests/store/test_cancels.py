@@ -28,6 +28,16 @@ from coatcheck.store import TaskState, encode
 from coatcheck.store.rows import PutDone, PutRefused, Request, Verdict
 
 
+async def test_tombstone_is_listed_only_among_the_cancelled(store):
+    task = await start(store, birth())
+    tombstone = new_id()
+    await store.cancel(cancel_of(tombstone))
+
+    assert [one.task_id for one in await store.list_tasks()] == [task.task_id]
+    assert [one.task_id for one in await store.summarise_tasks()] == [task.task_id]
+    assert [one.task_id for one in await store.summarise_tasks(states=[TaskState.CANCELLED])] == [tombstone]
+
+
 async def test_cancel_ends_a_parked_task_and_names_its_open_calls(store, bench):
     members = calls(3)
     task_id = await park(store, [*members, timer()])
@@ -138,7 +148,7 @@ async def test_second_cancel_finds_it_done_until_the_reply_is_marked_as_sent(sto
     await store.cancel(cancel_of(task_id))
 
     before = await store.cancel(cancel_of(task_id))
-    await store.mark_final_sent([task_id])
+    await store.mark_final_sent({task_id: before.task.addresses})
     after = await store.cancel(cancel_of(task_id))
 
     assert (before.verdict, before.unsent.is_final_unsent, len(before.cancels)) == (Verdict.FINISHED, True, 1)

@@ -1,6 +1,7 @@
 """Replies, progress and timeouts: applied at most once, and the one that ends a wait gets the task."""
 
 import asyncio
+import os
 
 import pytest
 from tests.store.kit import (
@@ -45,6 +46,20 @@ async def test_reply_that_ends_the_wait_is_granted_the_task(store):
     assert (ruling.task.task_id, ruling.task.epoch, ruling.task.state) == (task_id, 2, TaskState.RUNNING)
     assert ruling.task.trigger == str(one.call_id)
     assert [decode(it.value) for it in ruling.history.recorded] == ["found"]
+
+
+async def test_history_over_its_limit_is_granted_without_its_values(bench):
+    store = bench.replica(max_history=1000)
+    first, second = calls(2)
+    await park(store, [first, second])
+    await store.claim(ok(first, os.urandom(1000).hex()))
+
+    ruling = await store.claim(ok(second, "short"))
+    await store.close()
+
+    assert ruling.verdict is Verdict.GRANTED
+    assert ruling.history.is_withheld
+    assert [(it.call_id, it.value) for it in ruling.history.recorded] == [(first.call_id, b""), (second.call_id, b"")]
 
 
 async def test_reply_that_leaves_the_wait_open_is_recorded(store):

@@ -176,7 +176,7 @@ async def test_backend_killed_at_commit_leaves_a_doubt(database, sql, begins):
     async def work(connection):
         if begins:
             await connection.begin()
-        await connection.execute(text("INSERT INTO doubt VALUES (1)"))
+        await connection.execute(text("INSERT INTO public.doubt VALUES (1)"))
 
     with pytest.raises(StoreUnavailable) as caught:
         await database.transact(work)

@@ -245,7 +245,7 @@ async def test_marking_what_is_locked_or_unknown_waits_for_nobody(store, sql):
 
         async with asyncio.timeout(2):
             await store.mark_sent([one.call_id, call().call_id])
-            await store.mark_final_sent([new_id()])
+            await store.mark_final_sent({new_id(): ()})
 
 
 # --- a task that goes while somebody reaches for it ---

@@ -7,6 +7,7 @@ from uuid import UUID
 import pytest
 from tests.store.bench import MemoryBench
 from tests.store.kit import (
+    AT_ONCE,
     DAY,
     MINUTE,
     birth,
@@ -29,7 +30,7 @@ from tests.store.kit import (
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store import MemoryStore, Tables, TaskState, newest_version
-from coatcheck.store.rows import Request, Verdict, Wake
+from coatcheck.store.rows import Address, Request, Verdict, Wake
 
 NOWHERE = UUID(int=0)
 METHODS = {
@@ -44,10 +45,12 @@ METHODS = {
     "give_back": lambda store: store.give_back([], lease=MINUTE, detaches=True),
     "hasten_held": lambda store: store.hasten_held("svc"),
     "mark_sent": lambda store: store.mark_sent([]),
-    "mark_final_sent": lambda store: store.mark_final_sent([]),
+    "mark_final_sent": lambda store: store.mark_final_sent({}),
+    "resend_calls": lambda store: store.resend_calls([], after=MINUTE),
+    "resend_to": lambda store: store.resend_to(new_id(), Address("q", "c"), after=MINUTE),
     "look": lambda store: store.look(limit=1, again=MINUTE),
     "next_look": lambda store: store.next_look(),
-    "retire": lambda store: store.retire(limit=1),
+    "retire": lambda store: store.retire(limit=1, keep=AT_ONCE),
     "repair": lambda store: store.repair(after=NOWHERE, limit=1, quiet=MINUTE),
     "without_waker": lambda store: store.without_waker(),
     "list_tasks": lambda store: store.list_tasks(),
@@ -56,7 +59,9 @@ METHODS = {
     "find_ids": lambda store: store.find_ids("ab"),
     "count_services": lambda store: store.count_services(),
     "find_late": lambda store: store.find_late(grace=MINUTE),
+    "find_unsent": lambda store: store.find_unsent(grace=MINUTE),
     "find_history": lambda store: store.find_history(new_id()),
+    "read_clock": lambda store: store.read_clock(),
     "task_lines": lambda store: store.task_lines(new_id()),
 }
 
@@ -170,7 +175,7 @@ async def test_caller_that_leaves_does_not_stop_its_transaction():
     task = await start(store)
     await written(store, put_of(task, done(is_detached=True)))
     store._transact = slow  # type: ignore[method-assign]
-    caller = asyncio.create_task(store.mark_final_sent([task.task_id]))
+    caller = asyncio.create_task(store.mark_final_sent({task.task_id: task.addresses}))
     await reached.wait()
     caller.cancel()
     goes_on.set()

@@ -28,7 +28,8 @@ from tests.store.making import LEASES, NOW, Maker
 from coatcheck.errors import Rejected
 from coatcheck.store import CallId, CallState, Store, Task, TaskId, TaskState
 from coatcheck.store.database import SERVER_SETTINGS
-from coatcheck.store.rows import OpenCall, Peer, PutDone, Ruling
+from coatcheck.store.rows import Address, OpenCall, Peer, PutDone, Ruling
+from coatcheck.store.sweeps import Retention
 
 EXAMPLES, STEPS = 25, 50
 A_MOMENT = timedelta(seconds=25)
@@ -36,6 +37,7 @@ NOWHERE = uuid.UUID(int=0)
 VERBS = (
     *(["put"] * 6 + ["claim"] * 4 + ["claim_what_one_waits_for"] * 3 + ["accept"] * 2 + ["resume"] * 3 + ["cancel"]),
     *("renew", "mark", "let_pass", "let_pass", "look", "retire", "retire", "repair", "hasten", "read"),
+    "leave_to_the_sweeper",
 )
 HAPPENS = (
     *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "cancel recorded"),
@@ -94,9 +96,19 @@ class Twins(RuleBasedStateMachine):
         self._ask(lambda store: renew(store, renewals, lease=lease, detaches=detaches))
 
     def _mark(self, make: Maker) -> None:
-        calls, tasks = make.some(make.calls), [one.task_id for one in make.some(make.births)]
+        calls, births = make.some(make.calls), make.some(make.births)
+        others = [Address(to, correlation_id) for to in ("answers", "others") for correlation_id in ("a", None)]
+        told = {one.task_id: [*([one.address] if one.address else []), *make.some(others)] for one in births}
         self._ask(lambda store: store.mark_sent(calls))
-        self._ask(lambda store: store.mark_final_sent(tasks))
+        self._ask(lambda store: store.mark_final_sent(told))
+
+    def _leave_to_the_sweeper(self, make: Maker) -> None:
+        calls, tasks = make.some(make.calls), [one.task_id for one in make.some(make.births)]
+        after = make.one([A_MOMENT, MINUTE])
+        self._ask(lambda store: store.resend_calls(calls, after=after))
+        for task_id in tasks[:1]:
+            address = Address(make.one(["answers", "others"]), make.one(["a", None]))
+            self._ask(lambda store: store.resend_to(task_id, address, after=after))  # noqa: B023 - asked at once
 
     # --- what time and the sweeper do ---
 
@@ -110,7 +122,8 @@ class Twins(RuleBasedStateMachine):
         self._ask(lambda store: store.next_look())
 
     def _retire(self, make: Maker) -> None:
-        self._happened["retired"] += self._ask(lambda store: store.retire(limit=1000))
+        keep = Retention(make.one([timedelta(), MINUTE, DAY]), make.one([timedelta(), MINUTE, 10 * DAY]))
+        self._happened["retired"] += self._ask(lambda store: store.retire(limit=1000, keep=keep))
 
     def _hasten(self, make: Maker) -> None:
         self._happened["hastened"] += self._ask(lambda store: store.hasten_held("svc"))
@@ -143,6 +156,7 @@ class Twins(RuleBasedStateMachine):
         self._ask(lambda store: store.count_tasks())
         self._ask(lambda store: store.count_services())
         self._ask(lambda store: store.find_late(grace=MINUTE))
+        self._ask(lambda store: store.find_unsent(grace=MINUTE))
         task_id = make.one(make.births).task_id
         self._ask(lambda store: store.find_task(task_id))
         self._ask(lambda store: store.task_lines(task_id))
@@ -213,7 +227,7 @@ def _compare(postgres: Any, memory: Any, where: str, *, shift: timedelta = NOW) 
     left, right = _parts(postgres), _parts(memory)
     assert left.keys() == right.keys(), f"{where}: {postgres!r} in Postgres, {memory!r} in memory"
     for key, value in left.items():
-        _compare(value, right[key], f"{where}.{key}", shift=shift)
+        _compare(value, right[key], f"{where}.{key}", shift=NOW if key == "deadline_at" else shift)
 
 
 def _parts(value: Any) -> dict[Any, Any]:

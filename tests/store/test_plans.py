@@ -38,8 +38,8 @@ from tests.store.kit import (
 from coatcheck.store import Store
 from coatcheck.store.connection import Connection, _compiled
 from coatcheck.store.database import SERVER_SETTINGS
-from coatcheck.store.rows import Request, Wake
-from coatcheck.store.sweeps import Renewal
+from coatcheck.store.rows import Address, Request, Wake
+from coatcheck.store.sweeps import Renewal, Retention
 
 AT_REST = """
     WITH parked AS (
@@ -97,9 +97,10 @@ async def test_hot_statements_use_indexes(store, sql, bench, statements, is_anal
     scans = {statement: plan for statement, plan in hot.items() if "Seq Scan on" in plan}
     assert not scans, "\n\n".join(f"{statement}\n{plan}" for statement, plan in scans.items())
     # The sweeper's statements stop at what is due now; a mere filter would read on through all that is due some day.
-    swept = [plan for statement, plan in plans.items() if "statement_timestamp()" in statement]
-    assert len(swept) == 3
-    assert all(re.search(r"Index Cond: \((look_at|due_at) <= statement_timestamp\(\)\)", plan) for plan in swept)
+    swept = [plan for statement, plan in plans.items() if "<= statement_timestamp()" in statement]
+    assert len(swept) == 5
+    ends = r"Index Cond: \((look_at <= statement_timestamp\(\)|\(state = '\w+'::text\) AND \(finished_at <= .*)\)"
+    assert all(re.search(ends, plan) for plan in swept), "\n\n".join(swept)
 
 
 async def test_plans_that_are_made_while_the_tables_are_empty_use_indexes_too(store_url, store, sql, bench, statements):
@@ -163,13 +164,15 @@ async def _do_everything(store: Store, sql: asyncpg.Connection, bench: Bench) ->
     await store.renew([Renewal(running.task_id, running.epoch)], lease=timedelta())
     await store.resume(Wake(running.task_id, running.epoch))
     await store.mark_sent([call().call_id])
-    await store.mark_final_sent([task.task_id])
+    await store.resend_calls([call().call_id], after=timedelta())
+    await store.resend_to(task.task_id, Address("q", "c"), after=timedelta())
+    await store.mark_final_sent({task.task_id: (*task.addresses, Address("q", "c"))})
     await park(store, [late := call()])
     await make_due(bench, late)
     await store.look(limit=100, again=timedelta(seconds=30))
     await store.next_look()
-    await sql.execute("UPDATE coatcheck.task SET due_at = now() WHERE id = $1", task.task_id)
-    assert await store.retire(limit=100) >= 1
+    await sql.execute("UPDATE coatcheck.task SET finished_at = now() - interval '1 day' WHERE id = $1", task.task_id)
+    assert await store.retire(limit=100, keep=Retention(timedelta(hours=1), timedelta(hours=1))) >= 1
     await store.repair(after=uuid.UUID(int=0), limit=100, quiet=timedelta())
     await store.cancel(cancel_of(new_id(), correlation_id="mine"))
     await store.cancel(cancel_of(new_id(), correlation_id="mine"))

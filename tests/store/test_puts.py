@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 from msgspec.structs import replace
 from tests.store.kit import (
+    AT_ONCE,
     MINUTE,
     again,
     all_of,
@@ -152,7 +153,7 @@ async def test_put_of_a_row_that_is_gone_writes_nothing_into_a_birth_of_its_id_i
     """Retention took the task of a run that had stood still, and its request came again at that very moment."""
     task = await start(store, newborn := birth())
     await written(store, put_of(task, done(keep=timedelta())))
-    await store.retire(limit=1)
+    await store.retire(limit=1, keep=AT_ONCE)
 
     answers = await asyncio.gather(
         store.put(put_of(task, done("of the old run"))), store.put(birth_put(newborn, going()))

@@ -29,7 +29,7 @@ from tests.store.kit import (
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store import Store, database
 from coatcheck.store.rows import Finish, Going, NewCall, Park, PutDone, Request, Ruling, Task, TaskId, Verdict, Wake
-from coatcheck.store.sweeps import Renewal
+from coatcheck.store.sweeps import Renewal, Retention
 
 TASK_COUNT = 50
 SECONDS = 4.0
@@ -121,7 +121,7 @@ class Replica:
         found = await self.store.look(limit=20, again=timedelta())
         for task in found.overdue[:5]:
             self._note("resume", await self.store.resume(Wake(task.task_id, task.epoch)))
-        self.count["retired"] += await self.store.retire(limit=20)
+        self.count["retired"] += await self.store.retire(limit=20, keep=Retention(AT_ONCE, AT_ONCE))
 
     async def renew(self) -> None:
         renewals = [Renewal(task.task_id, task.epoch) for task in self.runs.values()]
@@ -131,7 +131,7 @@ class Replica:
     async def mark(self) -> None:
         """Everything has left: so what is ended may go."""
         await self.store.mark_sent([one.call_id for opened in list(self.known.values()) for one in opened[-12:]])
-        await self.store.mark_final_sent([one.task_id for one in self.births])
+        await self.store.mark_final_sent({one.task_id: [one.address] for one in self.births if one.address})
 
 
 async def test_replicas_at_random_never_deadlock_and_leave_sound_rows(bench, collisions):

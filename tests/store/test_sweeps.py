@@ -5,7 +5,10 @@ import itertools
 import uuid
 from datetime import timedelta
 
+from msgspec.structs import replace
 from tests.store.kit import (
+    AT_ONCE,
+    DAY,
     MINUTE,
     again,
     all_of,
@@ -34,9 +37,9 @@ from tests.store.kit import (
     written,
 )
 
-from coatcheck.store import CallState, TaskState
-from coatcheck.store.rows import Address, Request, Verdict, Wake
-from coatcheck.store.sweeps import Renewal
+from coatcheck.store import CallState, TaskState, encode
+from coatcheck.store.rows import Address, Finish, Request, Verdict, Wake
+from coatcheck.store.sweeps import Renewal, Retention
 
 AGAIN = timedelta(seconds=30)
 NOWHERE = uuid.UUID(int=0)
@@ -132,6 +135,19 @@ async def test_unsent_call_that_is_looked_at_still_times_out_on_time(store, benc
     assert next_look < timedelta(seconds=10)
 
 
+async def test_call_that_cannot_leave_as_its_body_is_damaged_is_unsent_and_not_due(store, bench):
+    whole = call()
+    damaged, sent = (replace(call(f"search#{number}"), body=encode("owls")[:-1]) for number in (2, 3))
+    await park(store, [whole, damaged, sent])
+    await store.mark_sent([sent.call_id])
+    await minute_passes(bench)
+
+    found = await look(store)
+
+    assert {peer.call_id for peer in found.due} == {whole.call_id, sent.call_id}
+    assert [peer.call_id for peer in found.unsent] == [damaged.call_id]
+
+
 async def test_call_marked_as_sent_is_next_looked_at_when_it_is_due(store):
     one = call(hard=timedelta(minutes=10))
     await park(store, [one])
@@ -187,7 +203,7 @@ async def test_marking_what_is_unknown_or_unfinished_changes_nothing(store, benc
     before = await bench.read()
 
     await store.mark_sent([call().call_id])
-    await store.mark_final_sent([new_id(), task.task_id])
+    await store.mark_final_sent({new_id(): (), task.task_id: task.addresses})
 
     assert await bench.read() == before
 
@@ -203,6 +219,17 @@ async def test_run_whose_lease_is_over_is_found_with_its_epoch(store, bench):
 
     assert [(it.task_id, it.epoch) for it in found.overdue] == [(task.task_id, task.epoch)]
     assert not await look(store)
+
+
+async def test_row_that_cannot_be_read_does_not_keep_the_others_from_being_looked_at(store, sql):
+    bad, good = [(await start(store)).task_id for _ in range(2)]
+    await sql.execute("UPDATE coatcheck.task SET due_at = now(), look_at = now()")
+    await sql.execute('UPDATE coatcheck.task SET addresses = \'[["to", "1", "newer"]]\' WHERE id = $1', bad)
+
+    looked = await look(store)
+
+    assert [task.task_id for task in looked.overdue] == [good]
+    assert looked.unreadable == (bad,)
 
 
 async def test_task_to_be_tried_again_is_found_when_its_time_comes(store, bench):
@@ -232,11 +259,28 @@ async def test_final_reply_of_a_detached_run_comes_up_until_it_is_marked(store, 
         await minute_passes(bench)
         assert [it.task_id for it in (await look(store)).unsent_finals] == [task.task_id]
 
-    await store.mark_final_sent([task.task_id])
+    await store.mark_final_sent({task.task_id: task.addresses})
 
     await minute_passes(bench)
     assert not await look(store)
     assert await store.next_look() is None
+
+
+async def test_mark_leaves_a_final_reply_alone_that_is_to_be_told_elsewhere_too(store, bench):
+    """A late duplicate with a full reply queue was acked while the sweeper sent the reply to all it knew of."""
+    task = await start(store)
+    await written(store, put_of(task, done(is_detached=True)))
+    late = Address(task.addresses[0].reply_to, "late")
+    assert await store.resend_to(task.task_id, late, after=timedelta())
+
+    await store.mark_final_sent({task.task_id: task.addresses})
+
+    await minute_passes(bench)
+    (found,) = (await look(store)).unsent_finals
+    assert found.addresses == (*task.addresses, late)
+    await store.mark_final_sent({task.task_id: [late, *task.addresses]})
+    await minute_passes(bench)
+    assert not await look(store)
 
 
 async def test_final_reply_that_its_trigger_brings_back_is_not_the_sweepers(store, bench):
@@ -342,7 +386,7 @@ async def test_finished_task_goes_when_its_time_to_be_kept_is_over(store, bench)
     task = await resumed(store, one)
     await written(store, put_of(task, done(keep=timedelta())))
 
-    assert await store.retire(limit=10) == 1
+    assert await store.retire(limit=10, keep=AT_ONCE) == 1
 
     assert await bench.read() == {"task": {}, "call": {}, "journal": {}}
 
@@ -351,15 +395,29 @@ async def test_finished_task_stays_while_it_is_to_be_kept(store):
     task = await start(store)
     await written(store, put_of(task, done()))
 
-    assert await store.retire(limit=10) == 0
+    assert await store.retire(limit=10, keep=Retention(MINUTE, timedelta())) == 0
+
+
+async def test_changed_policy_applies_to_tasks_that_ended_before(store, bench):
+    """Whatever was the time to be kept when they ended."""
+    ended, failed = await start(store), await start(store)
+    await written(store, put_of(ended, done(keep=timedelta())))
+    await written(store, put_of(failed, Finish(TaskState.FAILED, encode({}), DAY)))
+    await bench.let_pass(MINUTE)
+
+    assert await store.retire(limit=10, keep=Retention(2 * MINUTE, 2 * MINUTE)) == 0
+    assert await store.retire(limit=10, keep=Retention(results=2 * MINUTE, failures=MINUTE / 2)) == 1
+    assert await store.find_task(failed.task_id) is None
+    assert await store.retire(limit=10, keep=Retention(results=MINUTE / 2, failures=DAY)) == 1
+    assert await store.find_task(ended.task_id) is None
 
 
 async def test_tombstone_goes_when_its_time_is_over(store, bench):
     await store.cancel(cancel_of(new_id()))
-    assert await store.retire(limit=10) == 0
-    await bench.set_tasks(due_at=timedelta())
+    assert await store.retire(limit=10, keep=Retention(MINUTE, timedelta())) == 0
+    await bench.let_pass(2 * MINUTE)
 
-    assert await store.retire(limit=10) == 1
+    assert await store.retire(limit=10, keep=Retention(MINUTE, timedelta())) == 1
 
 
 async def test_unfinished_tasks_never_go(store, bench):
@@ -368,43 +426,43 @@ async def test_unfinished_tasks_never_go(store, bench):
     await written(store, put_of(retrying, again()))
     await bench.set_tasks(look_at=timedelta(days=-365), due_at=timedelta(days=-365))
 
-    assert await store.retire(limit=10) == 0
+    assert await store.retire(limit=10, keep=AT_ONCE) == 0
     assert (await get(store, running.task_id)).state is TaskState.RUNNING
 
 
 async def test_finished_task_with_a_send_that_never_left_stays(store):
     task = await start(store)
     await written(store, put_of(task, done(keep=timedelta()), opens=(note := send(),)))
-    assert await store.retire(limit=10) == 0
+    assert await store.retire(limit=10, keep=AT_ONCE) == 0
 
     await store.mark_sent([note.call_id])
 
-    assert await store.retire(limit=10) == 1
+    assert await store.retire(limit=10, keep=AT_ONCE) == 1
 
 
 async def test_final_reply_that_was_never_tried_keeps_its_task_though_its_time_is_over(store, bench):
     task = await start(store)
     await written(store, put_of(task, done(keep=timedelta(), is_detached=True)))
-    assert await store.retire(limit=10) == 0
+    assert await store.retire(limit=10, keep=AT_ONCE) == 0
     await minute_passes(bench)
 
     found = await look(store)
 
     assert [it.task_id for it in found.unsent_finals] == [task.task_id]
-    assert await store.retire(limit=10) == 1
+    assert await store.retire(limit=10, keep=AT_ONCE) == 1
 
 
 async def test_retiring_stops_at_its_limit(store):
     for _ in range(3):
         await written(store, birth_put(birth(), done(keep=timedelta())))
 
-    assert [await store.retire(limit=2) for _ in range(3)] == [2, 1, 0]
+    assert [await store.retire(limit=2, keep=AT_ONCE) for _ in range(3)] == [2, 1, 0]
 
 
 async def test_request_that_comes_again_after_retention_is_a_new_task(store):
     newborn = birth()
     await written(store, birth_put(newborn, done(keep=timedelta())))
-    await store.retire(limit=1)
+    await store.retire(limit=1, keep=AT_ONCE)
 
     assert (await store.accept(Request(newborn))).verdict is Verdict.GRANTED
 

@@ -17,7 +17,7 @@ from coatcheck.embedded import processes
 from coatcheck.embedded.identity import Identity
 from coatcheck.embedded.installs import Install
 from coatcheck.embedded.nameless import named_programs
-from coatcheck.embedded.places import DATABASE, USER, Places
+from coatcheck.embedded.places import DATABASE, USER, Places, overwrite_own, read_own
 from coatcheck.errors import EmbeddedUnavailable
 
 _DRAFT = "data.new-"
@@ -28,19 +28,27 @@ host all all 127.0.0.1/32 scram-sha-256
 """
 _FULL = ("No space left on device", "Disk quota exceeded", "could not extend file", "File too large")
 _TAIL_LINES = 12
+_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
+_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
-def find_major(places: Places) -> int | None:
+def find_major(places: Places, identity: Identity) -> int | None:
     """Return the version the data was made by; None if there is no data yet. Raises EmbeddedUnavailable."""
     if not places.data.exists():
         return None
+    note = places.data / "PG_VERSION"  # named here: the server's user may not see where the data is
     try:
-        return int((places.data / "PG_VERSION").read_text())
-    except (OSError, ValueError) as error:
+        version = identity.act(lambda: read_own(note)).strip()
+        if not version.isdecimal():
+            raise OSError("its PG_VERSION is not a number")
+    except OSError as error:
+        if isinstance(error, PermissionError):
+            check_owner(places, identity)
         raise EmbeddedUnavailable(
             f"{places.data} is not the data of a Postgres, or cannot be read ({error}); move it away, and a new one is "
             "made"
         ) from error
+    return int(version)
 
 
 def check_owner(places: Places, identity: Identity) -> None:
@@ -65,8 +73,7 @@ def make(places: Places, install: Install, identity: Identity) -> None:
             # Nothing is synced until all is there; then everything is, once.
             options = ("--auth=trust", f"--username={USER}", "--encoding=UTF8", "--locale=C", "--wal-segsize=4")
             _run([programs / "initdb", "-D", draft, *options, "--no-sync"], places, identity)
-            hba = draft / "pg_hba.conf"
-            hba.write_text(_HBA)
+            identity.act(lambda: overwrite_own(draft / "pg_hba.conf", _HBA))
             password = secrets.token_urlsafe(24)
             _tell(
                 [programs / "postgres", "-F", "-D", draft],
@@ -100,10 +107,13 @@ def explain(what: str, output: str, place: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What Postgres's programs get: nothing that sets an option of theirs behind our back."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "LANG", "PYTHON"))}
+    """What Postgres's programs get: where libraries are, and nothing that sets an option of theirs behind our back.
+
+    As root they are another user's processes, and every process of that user can read this. So no secret is in it.
+    """
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     # A time zone that is named need not be searched for.
-    return {**kept, "LC_ALL": "C", "TZ": "UTC"}
+    return {**kept, "PATH": _PATH, "LC_ALL": "C", "TZ": "UTC"}
 
 
 def _with_password(password: str) -> str:

@@ -1,11 +1,15 @@
 """Whom the server runs as, and what that user needs: Postgres refuses to be root.
 
 As root the server is `nobody`, who may not get everywhere root put things. So we try, as that user, and make room.
+
+The directories of the server belong to that user, and so to every process that runs as it. A link that one of them puts
+there must not lead root to a file of root's: `Identity.act` reads and changes what is inside with that user's rights.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import pwd
@@ -59,7 +63,7 @@ class Identity:
         if self.is_ours:
             return
         try:
-            os.chown(path, self.uid, self.gid)
+            os.chown(path, self.uid, self.gid, follow_symlinks=False)
         except OSError as error:
             raise EmbeddedUnavailable(
                 f"Postgres does not run as root, and {path} cannot be given to {self} ({error.strerror}); run as a "
@@ -72,6 +76,26 @@ class Identity:
             return look()
         child = self._fork(look)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def act(self, action: Callable[[], str | None]) -> str:
+        """Do something in a directory of this user's, with this user's rights alone; return what `action` returns.
+
+        Raises OSError as `action` does. Needs a process without threads.
+        """
+        if self.is_ours:
+            return action() or ""
+        reader, writer = os.pipe()
+        child = self._fork(lambda: _report(action, writer))
+        os.close(writer)
+        with os.fdopen(reader) as report:
+            said = report.read()
+        os.waitpid(child, 0)
+        if not said:
+            raise OSError(f"the process that acts as {self} ended without a word")
+        done = json.loads(said)
+        if "error" in done:
+            raise OSError(*done["error"])
+        return str(done["text"])
 
     def can_be_ended(self) -> bool:
         """Tell whether we can become this user and then still send it signals; the kernel needs that right too."""
@@ -98,6 +122,17 @@ class Identity:
             is_so = look()
         finally:
             os._exit(not is_so)
+
+
+def _report(action: Callable[[], str | None], writer: int) -> bool:
+    """Do it, and write into a pipe what came of it."""
+    try:
+        done: dict[str, Any] = {"text": action() or ""}
+    except OSError as error:
+        done = {"error": [error.errno, error.strerror or str(error), error.filename and str(error.filename)]}
+    with os.fdopen(writer, "w") as report:
+        json.dump(done, report)
+    return "text" in done
 
 
 def find_identity() -> Identity:

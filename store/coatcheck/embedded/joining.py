@@ -247,9 +247,9 @@ def _watch(places: Places, left: threading.Event) -> None:
 
 
 def _start_again(places: Places) -> None:
-    import structlog  # takes longer to load than all the rest, and is rarely needed
+    from coatcheck.log import get_logger  # takes longer to load than all the rest, and is rarely needed
 
-    log = structlog.get_logger("coatcheck.embedded")
+    log = get_logger("coatcheck.embedded")
     try:
         ensure_running(places)
         log.warning("embedded_server_restarted", directory=str(places.directory))

@@ -15,7 +15,7 @@ from pathlib import Path
 from coatcheck.embedded import cluster, ping, processes, sockets
 from coatcheck.embedded.identity import Identity
 from coatcheck.embedded.installs import Install
-from coatcheck.embedded.places import DATABASE, USER, Places, State, socket_path
+from coatcheck.embedded.places import DATABASE, USER, Places, State, read_own, socket_path
 from coatcheck.errors import EmbeddedUnavailable
 
 log = logging.getLogger(__name__)
@@ -92,8 +92,7 @@ class Postmaster:
             log.warning("port %d is taken: the server listens on %d from now on", kept.port, port)
         state = State(port, str(directory), self._install.version, os.getpid())
         self._places.write_state(state)
-        sockets.clear(directory)
-        sockets.point_at(directory, port)
+        self._identity.act(lambda: sockets.renew(directory, port))
         self._process = subprocess.Popen(  # noqa: S603 -- the install that was chosen
             self._command(str(directory), port),
             cwd="/",
@@ -155,13 +154,13 @@ class Postmaster:
             log.warning("ended what was left of an earlier server")
         stale = self._places.data / "postmaster.pid"
         with suppress(FileNotFoundError, ValueError):
-            pid, directory = stale.read_text().split("\n")[:2]
+            pid, directory = self._identity.act(lambda: read_own(stale)).split("\n")[:2]
             is_copied = directory != str(self._places.data)
             if not is_copied and processes.works_on(int(pid), self._places.data):
                 raise EmbeddedUnavailable(
                     f"a Postgres that we did not start (pid {pid}) runs on {self._places.data}; stop it first"
                 )
-            stale.unlink()
+            self._identity.act(stale.unlink)
             log.warning("removed a stale %s", stale.name)
 
     def _end_all(self) -> bool:

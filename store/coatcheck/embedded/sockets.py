@@ -74,14 +74,12 @@ def _can_bind(path: Path) -> bool:
     return True
 
 
-def clear(directory: Path) -> None:
-    """Remove the sockets of earlier servers, with the locks in which Postgres reads who had them."""
+def renew(directory: Path, port: int) -> None:
+    """Remove the sockets of earlier servers, with the locks in which Postgres reads who had them. Then give the socket
+    of this port the name that clients use.
+    """
     for stale in directory.glob(".s.PGSQL.*"):
         stale.unlink()
-
-
-def point_at(directory: Path, port: int) -> None:
-    """Give the socket of this port the name that clients use."""
     socket_path(str(directory)).symlink_to(f".s.PGSQL.{port}")
 
 

@@ -70,7 +70,7 @@ class Supervisor:
         """Return the server of this directory, ready to start, its cluster made if there was none."""
         identity = find_identity()
         ensure_room(self.places, identity)
-        major = cluster.find_major(self.places)
+        major = cluster.find_major(self.places, identity)
         install = reachable(find_install(major=major), identity)
         postmaster = Postmaster(self.places, install, identity, check=self.check)
         postmaster.clear_leftovers()

@@ -10,13 +10,17 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zstandard
 
+from coatcheck.decoding import Refused, decode_cbor, decode_msgpack
 from coatcheck.errors import CoatcheckError
+
+T = TypeVar("T")
 
 _HEAD = struct.Struct(">4sI")
 _VERSION = 1
@@ -42,7 +46,9 @@ class Compression(IntEnum):
 
 
 class CorruptBlob(CoatcheckError):
-    """A stored value that cannot be read: damaged, cut off, or written by a newer release."""
+    """A stored value that cannot be read: damaged, cut off, or written by a newer release. No handler ever sees it: its
+    task is held, and the bytes stay as they are.
+    """
 
 
 class _Zstd(threading.local):
@@ -104,6 +110,15 @@ def unpack(blob: bytes) -> tuple[Codec, bytes]:
     return codec, _decompress(body) if is_compressed else body
 
 
+def is_damaged(blob: bytes) -> bool:
+    """Whether `unpack` would raise CorruptBlob."""
+    try:
+        unpack(blob)
+    except CorruptBlob:
+        return True
+    return False
+
+
 def _complaint(kinds: bytes, body: bytes, checksum: int) -> str:
     """Say why a blob cannot be read."""
     version, codec, compression, key_id = kinds
@@ -118,12 +133,17 @@ def _complaint(kinds: bytes, body: bytes, checksum: int) -> str:
     return f"unknown codec {codec}; upgrade this replica"
 
 
+_LONGEST_FRAME_HEAD = 18
+
+
 def unpacked_size(blob: bytes) -> int:
-    """The length of a body, by what its head says and without unpacking it. For blobs of our own making."""
-    kinds, _ = _HEAD.unpack_from(blob)
-    if kinds[2] != Compression.ZSTD:
-        return len(blob) - _HEAD.size
-    return zstandard.frame_content_size(blob[_HEAD.size :])
+    """The length of a body, by what its head says and without unpacking it. A damaged one counts as it is stored."""
+    if len(blob) < _HEAD.size or blob[2] != Compression.ZSTD:
+        return max(0, len(blob) - _HEAD.size)
+    try:
+        return zstandard.frame_content_size(blob[_HEAD.size : _HEAD.size + _LONGEST_FRAME_HEAD])
+    except zstandard.ZstdError:
+        return len(blob)
 
 
 def _decompress(body: bytes) -> bytes:
@@ -148,23 +168,35 @@ def encode(value: Any) -> bytes:
 
 def decode(blob: bytes, type: Any = Any) -> Any:  # noqa: A002 - the word users know from msgspec
     """Read a blob back as `type`. Raises CorruptBlob, or msgspec.ValidationError when it does not fit the type."""
-    return decode_body(*unpack(blob), type)
+    codec, body = unpack(blob)
+    try:
+        return decode_body(codec, body, type)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, EOFError) as error:
+        # Every body was read once before it was stored. The error's own text may quote the value.
+        raise CorruptBlob(f"the {len(body)}-byte body is not valid {codec.name}; the row was damaged") from error
 
 
 def decode_body(codec: Codec, body: bytes, type: Any = Any) -> Any:  # noqa: A002
     match codec:
         case Codec.JSON:
             return _decode_json(body) if type is Any else msgspec.json.decode(body, type=type, dec_hook=decode_foreign)
-        case Codec.MSGPACK:
-            return msgspec.msgpack.decode(body, type=type, dec_hook=decode_foreign)
-        case Codec.CBOR:
-            import cbor2
-
-            return msgspec.convert(cbor2.loads(body), type, dec_hook=decode_foreign)
+        case Codec.MSGPACK | Codec.CBOR:
+            value = _carefully(decode_msgpack if codec is Codec.MSGPACK else decode_cbor, body)
+            return msgspec.convert(value, type, dec_hook=decode_foreign, str_keys=True)
         case Codec.TEXT:
             return msgspec.convert(body.decode(), type, dec_hook=decode_foreign)
         case Codec.BYTES:
             return body
+
+
+def _carefully(read: Callable[[bytes], T], body: bytes) -> T:
+    """Read a body that a stranger wrote as carefully as on its arrival: an older release may have let it in."""
+    try:
+        return read(body)
+    except Refused as error:
+        raise CorruptBlob(f"a stored value that is not read: {error}") from error
 
 
 def canonical(value: Any) -> bytes:

@@ -13,19 +13,29 @@ from coatcheck.store.births import RESEND_AFTER_S
 from coatcheck.store.connection import Connection
 from coatcheck.store.database import columns, rows
 from coatcheck.store.records import PEER_COLUMNS, lock_tasks, peer_of
-from coatcheck.store.rows import CancelAsk, Kind, Peer, Ruling, Task, TaskId, TaskState, Unsent, Verdict
+from coatcheck.store.rows import (
+    CancelAsk,
+    Kind,
+    Peer,
+    Ruling,
+    Task,
+    TaskId,
+    TaskState,
+    Unsent,
+    Verdict,
+)
 
 # An unfinished task before a finished one; but a finished one too, so that a cancel that comes back finds what it did.
 FIND_BY_CORRELATION = text("""
     SELECT DISTINCT ON (service, correlation_id) id, service, correlation_id FROM coatcheck.task
      WHERE correlation_id = ANY(CAST(:ids AS text[]))
-     ORDER BY service, correlation_id, state IN ('done', 'failed', 'cancelled'), created_at DESC
+     ORDER BY service, correlation_id, state IN ('done', 'failed', 'cancelled'), created_at DESC, id DESC
 """)
 INSERT_TOMBSTONES = text("""
     INSERT INTO coatcheck.task (id, service, version, state, epoch, digest, request, value, is_final_sent, due_at,
-                                finished_at)
+                                finished_at, created_at)
     SELECT id, service, '', 'cancelled', 0, '', '', value, true, clock_timestamp() + keep_s * interval '1 s',
-           clock_timestamp()
+           clock_timestamp(), statement_timestamp()
       FROM unnest(CAST(:id AS uuid[]), CAST(:service AS text[]), CAST(:value AS bytea[]), CAST(:keep_s AS float8[]))
         AS u(id, service, value, keep_s)
      WHERE NOT EXISTS (SELECT FROM coatcheck.task t WHERE t.id = u.id)
@@ -104,7 +114,7 @@ def _is_own(ask: CancelAsk, task: Task | None) -> bool:
 
 async def _bury(connection: Connection, asks: Mapping[TaskId, CancelAsk]) -> set[TaskId]:
     """Put a tombstone where there is no row."""
-    items = [(target, ask.service, ask.failure, ask.keep.total_seconds()) for target, ask in asks.items()]
+    items = [(target, ask.service, ask.failure(target), ask.keep.total_seconds()) for target, ask in asks.items()]
     values = columns(("id", "service", "value", "keep_s"), items)
     return {row.id for row in await connection.execute(INSERT_TOMBSTONES, values)}
 
@@ -121,7 +131,7 @@ async def _end(
         seqs[row.task_id] += 1
         if row.kind == Kind.CALL:
             cancels[row.task_id].append(peer_of(row))
-    items = [(one, asks[one].failure, asks[one].keep.total_seconds(), seqs[one]) for one in ending]
+    items = [(one, asks[one].failure(one), asks[one].keep.total_seconds(), seqs[one]) for one in ending]
     values = columns(("id", "value", "keep_s", "seq"), items)
     await connection.execute(CANCEL, values | {"resend_after_s": RESEND_AFTER_S})
     return cancels
@@ -151,7 +161,7 @@ def _ruling(task: Task, by: CancelAsk | None, *, is_first: bool, cancels: tuple[
     if by is None:
         is_unsent = bool(task.addresses) and not task.is_final_sent
         return Ruling(Verdict.FINISHED, task, cancels=cancels, unsent=Unsent((), is_unsent))
-    task = replace(task, state=TaskState.CANCELLED, epoch=task.epoch + 1, value=by.failure)
+    task = replace(task, state=TaskState.CANCELLED, epoch=task.epoch + 1, value=by.failure(task.task_id))
     if is_first:
         return Ruling(Verdict.RECORDED, task, cancels=cancels, unsent=Unsent((), True))
     return Ruling(Verdict.FINISHED, task)  # the ask before this one, in the same batch, did it and tells everyone

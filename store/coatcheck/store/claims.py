@@ -22,18 +22,18 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 from sqlalchemy import text
 
 from coatcheck.store.batcher import Busy, Unreadable
-from coatcheck.store.births import INSERT_BIRTHS, REQUEST_TRIGGER, birth_values, running
+from coatcheck.store.births import INSERT_BIRTHS, REQUEST_TRIGGER, birth_values, births_by_pickups, running
 from coatcheck.store.connection import Connection, Row
 from coatcheck.store.database import columns, rows, spread
 from coatcheck.store.records import (
     HISTORY_OF_TASK,
     TASK_COLUMNS,
     TASK_STATES,
+    UNREADABLE,
     Closing,
     addresses_json,
     history_of,
@@ -44,8 +44,8 @@ from coatcheck.store.records import (
     to_json,
 )
 from coatcheck.store.rows import (
+    MOST_ADDRESSES,
     Arrival,
-    Birth,
     CallId,
     CallState,
     Kind,
@@ -89,7 +89,7 @@ PROGRESS = text("""
 # It gives back three kinds of rows: a task that is granted, a piece of its history, and a task that is only written.
 _TASK_WIDTH = TASK_COLUMNS.count(",") + 1
 _NO_TASK = ", ".join(["NULL"] * (_TASK_WIDTH - 1))  # but its id
-_NO_HISTORY = ", ".join(["NULL"] * 9)
+_NO_HISTORY = ", ".join(["NULL"] * 10)
 WRITE = text(f"""
     WITH held AS MATERIALIZED (
         SELECT u.*, coalesce(u.seq - t.seq, 0) AS call_count, t.state, t.wait_calls, t.wait_groups, t.wait_needs
@@ -141,8 +141,10 @@ WRITE = text(f"""
         RETURNING {TASK_COLUMNS})
     SELECT t.*, {_NO_HISTORY} FROM granted AS t
      UNION ALL
-    SELECT t.id, {_NO_TASK}, h.key, h.kind, h.name, h.digest, h.seq, h.state, h.value, h.call_id,
-           CASE WHEN (h.call_id IN (SELECT id FROM held_call)) IS NOT TRUE THEN h.due_at END
+    SELECT t.id, {_NO_TASK}, h.key, h.kind, h.name, h.digest, h.seq, h.state,
+           CASE WHEN h.size > CAST(:max_history AS bigint) THEN NULL ELSE h.value END, h.call_id,
+           CASE WHEN (h.call_id IN (SELECT id FROM held_call)) IS NOT TRUE THEN h.due_at END,
+           coalesce(h.size > CAST(:max_history AS bigint), false)
       FROM granted AS t CROSS JOIN {HISTORY_OF_TASK}
      UNION ALL
     SELECT id, {_NO_TASK}, {_NO_HISTORY} FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
@@ -215,12 +217,10 @@ class _Written:
 
 Answer = Ruling | Busy | Unreadable | None
 Rulings = dict[int, Answer]
-UNREADABLE = (LookupError, TypeError, ValueError, msgspec.MsgspecError)
-"""What bytes and words that somebody else wrote are known to raise."""
 
 
 async def claim(
-    connection: Connection, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta
+    connection: Connection, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta, max_history: int
 ) -> Sequence[Answer]:
     """Apply replies, progress and timeouts; grant the tasks whose wait they end."""
     ids = [arrival.call_id for arrival in arrivals]
@@ -238,7 +238,7 @@ async def claim(
             rulings[index] = _rule(batch, index, arrival, call)
     if batch.progress:
         await _note_progress(connection, batch, rulings, found)
-    return await _answer(connection, batch, rulings, lease)
+    return await _answer(connection, batch, rulings, lease=lease, max_history=max_history)
 
 
 async def _note_progress(
@@ -290,7 +290,9 @@ def _take_over(batch: _Batch, index: int, task_id: TaskId, version: Version, *, 
         batch.grants[task_id] = (index, trigger)
 
 
-async def resume(connection: Connection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta) -> Sequence[Answer]:
+async def resume(
+    connection: Connection, wakes: Sequence[Wake], waits: bool, *, lease: timedelta, max_history: int
+) -> Sequence[Answer]:
     """Grant tasks whose lease or retry time is over, if they still stand at the epoch the message names."""
     ids = [one.task_id for one in wakes]
     if waits:
@@ -311,7 +313,7 @@ async def resume(connection: Connection, wakes: Sequence[Wake], waits: bool, *, 
             rulings[index] = Ruling(Verdict.FINISHED if task.state.is_final else Verdict.DUPLICATE, task)
             if one.is_redelivered:
                 _take_task_over(batch, index, task, found.versions[task.task_id], trigger=trigger)
-    return await _answer(connection, batch, rulings, lease)
+    return await _answer(connection, batch, rulings, lease=lease, max_history=max_history)
 
 
 def _take_task_over(batch: _Batch, index: int, task: Task, version: Version, *, trigger: str) -> None:
@@ -323,12 +325,14 @@ async def create(
     connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
 ) -> Sequence[Ruling | None]:
     """Give each request a new row, and grant it. None: there is one already, or it was made for an earlier copy."""
-    unique: dict[TaskId, Birth] = {}
-    for one in requests:
-        unique.setdefault(one.birth.task_id, one.birth)  # the first copy of a request is the one that is granted
-    standings = [running(lease.total_seconds())] * len(unique)
-    values = birth_values(unique.values(), standings, checkpoint=0, pickups=1)
-    born = {row[0]: task_of(row) for row in await connection.execute(CREATE, values)}
+    born: dict[TaskId, Task] = {}
+    by_pickups = births_by_pickups(requests)
+    if len(by_pickups) > 1:
+        await connection.begin()  # all of a batch, or none of it
+    for pickups, births in by_pickups.items():
+        standings = [running(lease.total_seconds())] * len(births)
+        values = birth_values(births, standings, checkpoint=0, pickups=pickups)
+        born |= {row[0]: task_of(row) for row in await connection.execute(CREATE, values)}
     return [
         None if (task := born.pop(one.birth.task_id, None)) is None else Ruling(Verdict.GRANTED, task)
         for one in requests
@@ -336,7 +340,7 @@ async def create(
 
 
 async def accept(
-    connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta
+    connection: Connection, requests: Sequence[Request], waits: bool, *, lease: timedelta, max_history: int
 ) -> Sequence[Answer]:
     """Let the row of each request answer for itself. None: there is none any more."""
     await connection.begin()
@@ -349,11 +353,10 @@ async def accept(
             rulings[index] = Busy(task_id) if task_id in locked.busy else None
         else:
             task = joining.get(task_id, task)
-            rulings[index] = _judge_request(batch, index, one, task, locked.versions[task_id])
-            joined = _joined(one, task)
-            if joined is not None:
-                joining[task_id] = joined
-    answer = await _answer(connection, batch, rulings, lease)
+            rulings[index] = ruling = _judge_request(batch, index, one, task, locked.versions[task_id])
+            if task.wants(one.birth) and ruling.verdict is not Verdict.CROWDED:
+                joining[task_id] = replace(task, addresses=(*task.addresses, one.birth.address))
+    answer = await _answer(connection, batch, rulings, lease=lease, max_history=max_history)
     if joining:
         values = [addresses_json(task.addresses) for task in joining.values()]
         await connection.execute(ADDRESSES, {"id": list(joining), "addresses": values})
@@ -363,23 +366,18 @@ async def accept(
 def _judge_request(batch: _Batch, index: int, one: Request, task: Task, version: Version) -> Ruling:
     if task.digest != one.birth.digest and task.request:
         return Ruling(Verdict.CONFLICT, task)
+    if task.wants(one.birth) and len(task.addresses) >= MOST_ADDRESSES:
+        return Ruling(Verdict.CROWDED, task)
     if one.is_redelivered:
         _take_task_over(batch, index, task, version, trigger=REQUEST_TRIGGER)
     return Ruling(Verdict.FINISHED if task.state.is_final else Verdict.DUPLICATE, task)
 
 
-def _joined(one: Request, task: Task) -> Task | None:
-    """The task with one more address to answer, if the same request came with another one while it is unfinished."""
-    address = one.birth.address
-    is_same = task.digest == one.birth.digest
-    if address is None or not is_same or task.state.is_final or address in task.addresses:
-        return None
-    return replace(task, addresses=(*task.addresses, address))
-
-
-async def _answer(connection: Connection, batch: _Batch, rulings: Rulings, lease: timedelta) -> Sequence[Answer]:
+async def _answer(
+    connection: Connection, batch: _Batch, rulings: Rulings, *, lease: timedelta, max_history: int
+) -> Sequence[Answer]:
     """Write what was decided, tell the granted runs what they need, and put the rulings in order."""
-    written = await _write(connection, batch, lease)
+    written = await _write(connection, batch, {"lease_s": lease.total_seconds(), "max_history": max_history})
     if len(written.tasks) < len(batch.versions):
         _leave(rulings, batch.versions.keys() - written.tasks)
     for row in written.granted:
@@ -403,7 +401,7 @@ def _granted(ruling: Answer, row: Row, known: Iterable[Sequence[Any]], batch: _B
     return replace(ruling, verdict=Verdict.GRANTED, task=task, history=history)
 
 
-async def _write(connection: Connection, batch: _Batch, lease: timedelta) -> _Written:
+async def _write(connection: Connection, batch: _Batch, options: dict[str, Any]) -> _Written:
     """Write what was decided, where it still holds."""
     written = _Written()
     if not batch.versions:
@@ -416,7 +414,7 @@ async def _write(connection: Connection, batch: _Batch, lease: timedelta) -> _Wr
         tasks.append((task_id, version, batch.seqs.get(task_id), words, is_taken_over))
     calls = columns(CALL_NAMES, list(batch.closing.values()), alike=CALL_ALIKE)
     values = columns(TASK_NAMES, tasks) | calls
-    for row in await connection.execute(WRITE, values | {"lease_s": lease.total_seconds()}):
+    for row in await connection.execute(WRITE, values | options):
         written.add(row)
     return written
 

@@ -21,6 +21,7 @@ from sqlalchemy import TextClause, text
 from sqlalchemy.dialects.postgresql import asyncpg as dialects
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from coatcheck import search_path
 from coatcheck.points import reach
 
 T = TypeVar("T")
@@ -104,6 +105,7 @@ class Pool:
         core = await self._engine.connect()
         try:
             driver: Any = (await core.get_raw_connection()).driver_connection
+            search_path.check(await driver.fetchval(search_path.SHOW))
             await driver.reset_type_codec(
                 "jsonb", schema="pg_catalog"
             )  # text will do; SQLAlchemy would have it decoded

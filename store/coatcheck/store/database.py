@@ -31,6 +31,7 @@ from sqlalchemy.pool import NullPool
 
 from coatcheck import tls
 from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
+from coatcheck.search_path import SEARCH_PATH, UnsafeSearchPath
 from coatcheck.store.connection import DRIVER_ERRORS, Connection, Pool, PoolTimeout
 from coatcheck.store.in_flight import InFlight
 
@@ -39,6 +40,7 @@ T = TypeVar("T")
 # Set on the server too, so that a frozen replica cannot hold a row lock for ever.
 SERVER_SETTINGS = {
     "application_name": "coatcheck",
+    "search_path": SEARCH_PATH,
     "lock_timeout": "5s",
     "statement_timeout": "30s",
     "idle_in_transaction_session_timeout": "10s",
@@ -162,6 +164,8 @@ class Database:
             raise StoreUnavailable(
                 f"all connections to {self.place} are in use, and none came back within {CONNECT_TIMEOUT_S:g} s"
             ) from None
+        except UnsafeSearchPath as error:
+            raise StoreNotReady(f"Postgres at {self.place} is not ready: {error}") from None
         except (OSError, TimeoutError) as error:
             if (remedy := tls.explain(error, TLS_OPTIONS)) is not None:
                 not_ready = StoreNotReady(f"Postgres at {self.place} is not ready: {remedy}")

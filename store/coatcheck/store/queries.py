@@ -19,10 +19,11 @@ TASKS = text(f"SELECT {TASK_COLUMNS} FROM coatcheck.task t WHERE t.id = ANY(CAST
 # The newest are picked by their ids alone: sorting whole rows would carry every request of the table along.
 LIST = f"""
     SELECT {TASK_COLUMNS} FROM coatcheck.task t
-     WHERE t.id = ANY(ARRAY(SELECT id FROM coatcheck.task {{where}} ORDER BY created_at DESC, id
+     WHERE t.id = ANY(ARRAY(SELECT id FROM coatcheck.task {{where}} ORDER BY created_at DESC, id DESC
                              LIMIT CAST(:limit AS integer)))
-     ORDER BY t.created_at DESC, t.id
+     ORDER BY t.created_at DESC, t.id DESC
 """
+CLOCK = text("SELECT clock_timestamp() AS now")
 COUNTS = text("SELECT state, count(*) AS number FROM coatcheck.task GROUP BY state")
 LINES = text("""
     SELECT seq, key, kind, name, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS state, value, NULL::uuid AS call_id,
@@ -42,13 +43,13 @@ SUMMARIES = """
       FROM (SELECT id, service, handler, version, state, attempt, progress, created_at, updated_at, finished_at,
                    CASE WHEN state IN ('held', 'retrying', 'failed', 'cancelled') THEN value END AS failure,
                    CASE WHEN state IN ('running', 'retrying', 'held') THEN due_at END AS due_at
-              FROM coatcheck.task {where} ORDER BY created_at DESC, id LIMIT CAST(:limit AS integer)) t
+              FROM coatcheck.task {where} ORDER BY created_at DESC, id DESC LIMIT CAST(:limit AS integer)) t
      CROSS JOIN LATERAL
            (SELECT count(*) AS open_count,
                    array_agg(DISTINCT CASE WHEN kind = 'timer' THEN '(timer)' ELSE peer END) AS peers,
                    CASE WHEN t.state = 'parked' THEN min(due_at) END AS due_at
               FROM coatcheck.call WHERE task_id = t.id AND state = 'open' AND kind <> 'send') c
-     ORDER BY t.created_at DESC, t.id
+     ORDER BY t.created_at DESC, t.id DESC
 """
 IDS_BETWEEN = text("""
     SELECT id FROM coatcheck.task WHERE id BETWEEN CAST(:low AS uuid) AND CAST(:high AS uuid)
@@ -75,6 +76,20 @@ LATE = text("""
             SELECT t.id, t.service, c.due_at, c.look_at FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
              WHERE c.state = 'open' AND (c.due_at < before OR c.look_at < before)) late
      GROUP BY service ORDER BY service
+""")
+# A call that left is marked within seconds. A final reply is the sweeper's to look at if a queue refused it, or if its
+# run had no trigger left.
+BACKLOG = text("""
+    SELECT peer, count(*) AS number, extract(epoch FROM max(clock_timestamp() - since))::float8 AS oldest_s
+      FROM (SELECT clock_timestamp() - CAST(:grace_s AS float8) * interval '1 s' AS before) b
+     CROSS JOIN LATERAL
+           (SELECT peer, opened_at AS since FROM coatcheck.call
+             WHERE state = 'open' AND look_at IS NOT NULL AND NOT is_sent AND kind <> 'timer' AND opened_at < before
+            UNION ALL
+            SELECT NULL, finished_at FROM coatcheck.task
+             WHERE look_at IS NOT NULL AND state IN ('done', 'failed', 'cancelled') AND NOT is_final_sent
+               AND finished_at < before) waiting
+     GROUP BY peer ORDER BY peer NULLS LAST
 """)
 
 
@@ -119,6 +134,15 @@ class Late:
     service: str
     overdue_count: int
     unlooked_count: int
+    oldest: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Messages that wait in their rows to be sent: calls to one peer, or with peer None final replies."""
+
+    peer: str | None
+    count: int
     oldest: timedelta
 
 
@@ -190,9 +214,23 @@ async def find_late(connection: Connection, *, grace: timedelta) -> list[Late]:
     return [Late(row.service, row.overdue_count, row.unlooked_count, timedelta(seconds=row.oldest_s)) for row in found]
 
 
+async def find_unsent(connection: Connection, *, grace: timedelta) -> list[Backlog]:
+    """What was to be sent more than `grace` ago, by peer. Nothing, while every queue takes what it is sent."""
+    await connection.begin_survey()
+    found = await rows(connection, BACKLOG, grace_s=grace.total_seconds())
+    return [Backlog(row.peer, row.number, timedelta(seconds=row.oldest_s)) for row in found]
+
+
 async def count_tasks(connection: Connection) -> dict[TaskState, int]:
     await connection.begin_survey()
     return {TaskState(row.state): row.number for row in await rows(connection, COUNTS)}
+
+
+async def read_clock(connection: Connection) -> datetime:
+    """The time by Postgres's clock, which all instants in the rows are of."""
+    (row,) = await rows(connection, CLOCK)
+    now: datetime = row.now
+    return now
 
 
 async def task_lines(connection: Connection, task_id: UUID) -> Sequence[Line]:
@@ -201,7 +239,10 @@ async def task_lines(connection: Connection, task_id: UUID) -> Sequence[Line]:
 
 
 def _filter(service: str | None, states: Collection[TaskState]) -> tuple[str, dict[str, Any]]:
-    conditions, values = [], dict[str, Any]()
+    """Without states: all that ever was a task. A tombstone is a cancel that no request has met yet, or whose request
+    never became a task; it shows among the cancelled ones, for those who ask for them.
+    """
+    conditions, values = [] if states else ["epoch > 0"], dict[str, Any]()
     if service is not None:
         conditions.append("service = :service")
         values["service"] = service

@@ -7,9 +7,10 @@ locked elsewhere; only in a lane is a lock waited for, one task at a time. So no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
+from uuid import UUID
 
 import msgspec
 from sqlalchemy import text
@@ -32,6 +33,8 @@ from coatcheck.store.rows import (
     Unsent,
 )
 
+T = TypeVar("T")
+
 # A dict's look-up is a tenth of an enum's.
 KINDS: Mapping[str, Kind] = {one.value: one for one in Kind}
 CALL_STATES: Mapping[str, CallState] = {one.value: one for one in CallState}
@@ -40,7 +43,8 @@ TASK_STATES: Mapping[str, TaskState] = {one.value: one for one in TaskState}
 TASK_COLUMNS = """
     t.id, t.service, t.handler, t.version, t.state, t.epoch, t.checkpoint, t.seq, t.attempt, t.pickups, t.trigger,
     t.identity, t.digest, t.correlation_id, t.request, t.addresses, t.traceparent, t.tracestate, t.value, t.traceback,
-    t.is_final_sent, t.progress, t.due_at, t.created_at, t.updated_at, t.finished_at, t.caller_subject, t.caller_claims
+    t.is_final_sent, t.progress, t.due_at, t.created_at, t.updated_at, t.finished_at, t.caller_subject, t.caller_claims,
+    t.deadline_at
 """
 READ_TASKS = text(f"""
     SELECT {TASK_COLUMNS}, t.due_at <= clock_timestamp() AS is_due, t.xmin AS version
@@ -50,18 +54,23 @@ LOCK_TASKS = text(f"{READ_TASKS.text} ORDER BY t.id FOR UPDATE")
 LOCK_FREE_TASKS = text(f"{LOCK_TASKS.text} SKIP LOCKED")
 EXISTING_TASKS = text("SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))")
 
-# What `recorded_of` reads, in this order, and `history_of` with a due time behind. Rows, and no array of them for each
+# What `recorded_of` reads, in this order, and `history_of` with a due time behind, and whether values are withheld. The
+# size of all values is known without reading them: Postgres keeps it beside each. Rows, and no array of them for each
 # task: of a value that is a record, the driver looks up the type of each column anew.
 ENTRY_COLUMNS = "key, kind, name, digest, seq, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END, value, NULL::uuid"
 CALL_COLUMNS = "key, kind, name, digest, seq, state, value, id"
 HISTORY_OF_TASK = f"""
-    LATERAL (SELECT {ENTRY_COLUMNS}, NULL::timestamptz FROM coatcheck.journal
-              WHERE task_id = t.id AND NOT is_forgotten
-              UNION ALL
-             SELECT {CALL_COLUMNS}, due_at FROM coatcheck.call WHERE task_id = t.id AND NOT is_forgotten)
-         AS h(key, kind, name, digest, seq, state, value, call_id, due_at)
+    LATERAL (SELECT known.*, sum(octet_length(known.value)) OVER () AS size
+               FROM (SELECT {ENTRY_COLUMNS}, NULL::timestamptz FROM coatcheck.journal
+                      WHERE task_id = t.id AND NOT is_forgotten
+                      UNION ALL
+                     SELECT {CALL_COLUMNS}, due_at FROM coatcheck.call WHERE task_id = t.id AND NOT is_forgotten)
+                 AS known(key, kind, name, digest, seq, state, value, call_id, due_at)) AS h
 """
-HISTORY = text(f"SELECT t.id, h.* FROM unnest(CAST(:ids AS uuid[])) AS t(id) CROSS JOIN {HISTORY_OF_TASK}")
+HISTORY = text(f"""
+    SELECT t.id, h.key, h.kind, h.name, h.digest, h.seq, h.state, h.value, h.call_id, h.due_at, false
+      FROM unnest(CAST(:ids AS uuid[])) AS t(id) CROSS JOIN {HISTORY_OF_TASK}
+""")
 PEER_COLUMNS = """
     c.id, c.task_id, t.service, c.kind, c.key, c.peer, c.handler, c.body, c.headers, c.hard_due_at, t.traceparent
 """
@@ -71,6 +80,9 @@ UNSENT_CALLS = text(f"""
      ORDER BY c.id
 """)
 
+
+UNREADABLE = (LookupError, TypeError, ValueError, msgspec.MsgspecError)
+"""What bytes and words that another release or another program wrote are known to raise."""
 
 Closing = tuple[CallId, CallState, int, bytes]
 """A call that is to be closed: with this state, in this place of the order, with this value."""
@@ -131,18 +143,18 @@ def history_of(known: Iterable[Sequence[Any]], closing: Mapping[CallId, Closing]
     """A task's journal entries and calls, as HISTORY_OF_TASK has them, in the order of `seq`. A statement that closes
     calls reads them as they were before; so how they are now comes with them.
     """
-    recorded, still_open = [], []
+    recorded, still_open, is_withheld = [], [], False
     for row in known:
-        key, kind, name, digest, seq, state, value, call_id, due_at = row
+        key, kind, name, digest, seq, state, value, call_id, due_at, is_withheld = row
         if call_id in closing:
             _, state, seq, value = closing[call_id]
         # A send counts as done from the moment its row exists: the handler never waits for it.
         if state == CallState.OPEN and kind != Kind.SEND:
             still_open.append(OpenCall(call_id, key, KINDS[kind], name, digest, due_at))
         else:
-            recorded.append(recorded_of((key, kind, name, digest, seq, state, value, call_id)))
+            recorded.append(recorded_of((key, kind, name, digest, seq, state, b"" if is_withheld else value, call_id)))
     recorded.sort(key=_seq_of)
-    return History(tuple(recorded), tuple(still_open))
+    return History(tuple(recorded), tuple(still_open), is_withheld)
 
 
 _seq_of = attrgetter("seq")
@@ -178,14 +190,26 @@ def task_of(row: Sequence[Any]) -> Task:
     # fmt: off
     (task_id, service, handler, version, state, epoch, checkpoint, seq, attempt, pickups, trigger,
      identity, digest, correlation_id, request, addresses, traceparent, tracestate, value, traceback,
-     is_final_sent, progress, due_at, created_at, updated_at, finished_at, caller_subject, caller_claims, *_) = row
+     is_final_sent, progress, due_at, created_at, updated_at, finished_at, caller_subject, caller_claims,
+     deadline_at, *_) = row
     return Task(
         task_id, service, handler, version, TASK_STATES[state], epoch, checkpoint, seq, attempt, pickups, trigger,
         identity, digest, correlation_id, request, addresses_of(addresses), traceparent, tracestate, value, traceback,
         is_final_sent, None if progress is None else from_json(progress), due_at, created_at, updated_at, finished_at,
-        None if caller_subject is None else Caller(caller_subject, from_json(caller_claims) or {}),
+        None if caller_subject is None else Caller(caller_subject, from_json(caller_claims) or {}), deadline_at,
     )
     # fmt: on
+
+
+def readable(found: Iterable[Row], of: Callable[[Row], T]) -> tuple[list[T], list[UUID]]:
+    """What the rows become, and the ids of those that this code cannot read: one must not fail the others."""
+    values, unreadable = [], []
+    for row in found:
+        try:
+            values.append(of(row))
+        except UNREADABLE:
+            unreadable.append(row[0])
+    return values, unreadable
 
 
 def addresses_of(written: Any) -> tuple[Address, ...]:

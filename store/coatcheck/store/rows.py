@@ -18,7 +18,7 @@ States of a task, and who moves it::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -29,6 +29,10 @@ import msgspec
 
 ALONE = 1_000_000
 """Added to the pick-ups of a task that runs with nobody beside it: if the process ends now, it was this one."""
+
+MAX_HISTORY = 64 << 20
+MOST_ADDRESSES = 100
+"""How many requesters wait for one task: each is sent the whole answer when it ends."""
 
 TaskId = NewType("TaskId", UUID)
 CallId = NewType("CallId", UUID)
@@ -181,6 +185,8 @@ class History(Value, frozen=True):
 
     recorded: tuple[Recorded, ...] = ()
     open_calls: tuple[OpenCall, ...] = ()
+    is_withheld: bool = False
+    """Its values are more bytes than a run may be given, and were left where they are."""
 
 
 class Address(Value, frozen=True):
@@ -216,6 +222,7 @@ class Birth(Value, frozen=True):
     traceparent: str | None = None
     tracestate: str | None = None
     caller: Caller | None = None
+    deadline_at: datetime | None = None
 
 
 class Task(Value, frozen=True):
@@ -248,6 +255,13 @@ class Task(Value, frozen=True):
     updated_at: datetime
     finished_at: datetime | None
     caller: Caller | None = None
+    deadline_at: datetime | None = None
+    """Until when its requester waits, as its request said."""
+
+    def wants(self, birth: Birth) -> bool:
+        """Tell whether the same request came with one more address to answer, while the task is unfinished."""
+        is_same = self.digest == birth.digest and not self.state.is_final
+        return is_same and birth.address is not None and birth.address not in self.addresses
 
 
 class Peer(Value, frozen=True):
@@ -378,12 +392,12 @@ class Request(Value, frozen=True):
 
 class CancelAsk(Value, frozen=True):
     """Cancel a task of this service by its id, or by the correlation id its requester used. `task_id` names the
-    tombstone too.
+    tombstone too. `failure` makes the answer of the task that is found.
     """
 
     service: str
     task_id: TaskId
-    failure: bytes
+    failure: Callable[[TaskId], bytes]
     keep: timedelta
     correlation_id: str | None = None
 
@@ -399,6 +413,7 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"  # no such call or task
     FINISHED = "finished"  # the task has ended; its stored answer is in `task`
     CONFLICT = "conflict"  # the same identity with another body
+    CROWDED = "crowded"  # one more address for an unfinished task that has as many as it may have
 
 
 class Unsent(Value, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias, TypeVar
 from uuid import UUID
@@ -12,9 +12,11 @@ from coatcheck.store import cancels, claims, puts, queries, sweeps
 from coatcheck.store.batcher import Batcher, Observe
 from coatcheck.store.database import Database
 from coatcheck.store.migrate import schema_version
-from coatcheck.store.queries import Late, Line, ServiceCount, Summary
+from coatcheck.store.queries import Backlog, Late, Line, ServiceCount, Summary
 from coatcheck.store.records import load_histories
 from coatcheck.store.rows import (
+    MAX_HISTORY,
+    Address,
     Arrival,
     CallId,
     CancelAsk,
@@ -29,7 +31,7 @@ from coatcheck.store.rows import (
     TaskState,
     Wake,
 )
-from coatcheck.store.sweeps import LookedAt, Renewal, Renewed
+from coatcheck.store.sweeps import LookedAt, Renewal, Renewed, Retention
 
 T = TypeVar("T")
 
@@ -42,13 +44,15 @@ class Store:
 
     def __init__(
         self, url: str, *, lease: timedelta = timedelta(seconds=60), pool_size: int = 8, observe: Observe | None = None,
-        begins: bool = False,
+        begins: bool = False, max_history: int = MAX_HISTORY,
     ) -> None:  # fmt: skip
         self._database = Database(url, pool_size=pool_size, begins=begins)
         # Half the pool, so that locked rows leave connections for the rest.
-        self._wire(lane=asyncio.Semaphore(max(1, pool_size // 2)), lease=lease, observe=observe)
+        self._wire(
+            lane=asyncio.Semaphore(max(1, pool_size // 2)), lease=lease, observe=observe, max_history=max_history
+        )
 
-    def _wire(self, *, lane: asyncio.Semaphore, lease: timedelta, observe: Observe | None) -> None:
+    def _wire(self, *, lane: asyncio.Semaphore, lease: timedelta, observe: Observe | None, max_history: int) -> None:
         """Put a batcher before each operation that takes single items."""
 
         def batcher(name: str, work: Callable[..., Awaitable[Any]], **options: Any) -> Batcher[Any, Any]:
@@ -59,13 +63,14 @@ class Store:
             self._batchers.append(made)
             return made
 
+        granting: dict[str, Any] = {"lease": lease, "max_history": max_history}
         self._batchers: list[Batcher[Any, Any]] = []
         self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", puts.put)
         self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put_locked)
-        self._claim: Batcher[Arrival, Ruling] = batcher("claim", claims.claim, lease=lease)
+        self._claim: Batcher[Arrival, Ruling] = batcher("claim", claims.claim, **granting)
         self._create: Batcher[Request, Ruling | None] = batcher("accept", claims.create, lease=lease)
-        self._accept: Batcher[Request, Ruling | None] = batcher("accept", claims.accept, lease=lease)
-        self._resume: Batcher[Wake, Ruling] = batcher("resume", claims.resume, lease=lease)
+        self._accept: Batcher[Request, Ruling | None] = batcher("accept", claims.accept, **granting)
+        self._resume: Batcher[Wake, Ruling] = batcher("resume", claims.resume, **granting)
         self._cancel: Batcher[CancelAsk, Ruling] = batcher("cancel", cancels.cancel)
         self._find: Batcher[TaskId, Task | None] = batcher("find", queries.find_tasks)
 
@@ -140,8 +145,19 @@ class Store:
     async def mark_sent(self, calls: Sequence[CallId]) -> None:
         await self._do(sweeps.mark_sent, calls)
 
-    async def mark_final_sent(self, tasks: Sequence[TaskId]) -> None:
-        await self._do(sweeps.mark_final_sent, tasks)
+    async def mark_final_sent(self, told: Mapping[TaskId, Sequence[Address]]) -> None:
+        """Note that the final replies of these were sent, to these addresses. One whose row has another by now stays
+        unsent.
+        """
+        await self._do(sweeps.mark_final_sent, told)
+
+    async def resend_calls(self, calls: Sequence[CallId], *, after: timedelta) -> None:
+        """Have the sweeper send these, as their queue refused them."""
+        await self._do(sweeps.resend_calls, calls, after=after)
+
+    async def resend_to(self, task_id: TaskId, address: Address, *, after: timedelta) -> bool:
+        """Have the sweeper send a final reply to this address. False: the row takes no more of them."""
+        return await self._do(sweeps.resend_to, task_id, address, after=after)
 
     async def look(self, *, limit: int, again: timedelta) -> LookedAt:
         return await self._do(sweeps.look, limit=limit, again=again)
@@ -149,8 +165,8 @@ class Store:
     async def next_look(self) -> timedelta | None:
         return await self._do(sweeps.next_look)
 
-    async def retire(self, *, limit: int) -> int:
-        return await self._do(sweeps.retire, limit=limit)
+    async def retire(self, *, limit: int, keep: Retention) -> int:
+        return await self._do(sweeps.retire, limit=limit, keep=keep)
 
     async def repair(self, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
         return await self._do(sweeps.repair, after=after, limit=limit, quiet=quiet)
@@ -182,9 +198,17 @@ class Store:
     async def find_late(self, *, grace: timedelta) -> list[Late]:
         return await self._do(queries.find_late, grace=grace)
 
+    async def find_unsent(self, *, grace: timedelta) -> list[Backlog]:
+        """What waits to be sent for longer than `grace`, by peer; final replies under the peer None."""
+        return await self._do(queries.find_unsent, grace=grace)
+
     async def find_history(self, task_id: TaskId) -> History:
         """What a task's next run would begin with; empty for a task that no row knows."""
         return (await self._do(load_histories, [task_id])).get(task_id, History())
+
+    async def read_clock(self) -> datetime:
+        """The time by the clock that made the rows; this machine's own may be ahead or behind."""
+        return await self._do(queries.read_clock)
 
     async def task_lines(self, task_id: UUID) -> Sequence[Line]:
         return await self._do(queries.task_lines, task_id)

@@ -42,7 +42,6 @@ def cancel(tables: Tables, asks: Sequence[CancelAsk], waits: bool) -> list[Rulin
 
 def _target(tables: Tables, ask: CancelAsk) -> TaskId:
     check_text(ask.correlation_id, ask.service)
-    check_bytes(ask.failure)
     if not ask.correlation_id:
         return ask.task_id
     found = [
@@ -63,7 +62,7 @@ def _cancel(tables: Tables, target: TaskId, ask: CancelAsk) -> Ruling:
         is_unsent = bool(task.addresses) and not task.is_final_sent
         return Ruling(Verdict.FINISHED, task, cancels=_closed(tables, task), unsent=Unsent((), is_unsent))
     seq, cancels = close_leftovers(tables, target, task.seq)
-    told = replace(task, state=TaskState.CANCELLED, epoch=task.epoch + 1, value=ask.failure)
+    told = replace(task, state=TaskState.CANCELLED, epoch=task.epoch + 1, value=_answer(target, ask))
     ended = replace(
         told,
         checkpoint=task.checkpoint + 1,
@@ -75,6 +74,12 @@ def _cancel(tables: Tables, target: TaskId, ask: CancelAsk) -> Ruling:
     )
     tables.change(row, task=ended, look_at=tables.now + RESEND_AFTER, waits=())
     return Ruling(Verdict.RECORDED, told, cancels=tuple(cancels), unsent=Unsent((), True))
+
+
+def _answer(target: TaskId, ask: CancelAsk) -> bytes:
+    value = ask.failure(target)
+    check_bytes(value)
+    return value
 
 
 def _said_twice(ruling: Ruling) -> Ruling:
@@ -98,7 +103,7 @@ def _bury(tables: Tables, target: TaskId, ask: CancelAsk) -> None:
         tables.newborn(nobody, trigger=None, pickups=0, due_at=tables.later(ask.keep)),
         state=TaskState.CANCELLED,
         epoch=0,
-        value=ask.failure,
+        value=_answer(target, ask),
         is_final_sent=True,
         finished_at=tables.now,
     )

@@ -8,9 +8,11 @@ from datetime import timedelta
 
 from msgspec.structs import replace
 
-from coatcheck.store.births import REQUEST_TRIGGER
+from coatcheck.store.births import REQUEST_TRIGGER, births_by_pickups
 from coatcheck.store.memory.tables import CallRow, Tables, as_json, check_address, check_bytes, earliest
 from coatcheck.store.rows import (
+    MAX_HISTORY,
+    MOST_ADDRESSES,
     Arrival,
     CallId,
     CallState,
@@ -31,6 +33,7 @@ class _Batch:
 
     tables: Tables
     lease: timedelta
+    max_history: int = MAX_HISTORY
     rulings: list[Ruling] = field(default_factory=list)
     seqs: dict[TaskId, int] = field(default_factory=dict)
     grants: dict[TaskId, tuple[int, str]] = field(default_factory=dict)  # task → (index of the ruling, trigger)
@@ -82,12 +85,17 @@ class _Batch:
         )
         tables.change(row, task=granted, look_at=due_at, waits=())
         self.rulings[index] = replace(
-            self.rulings[index], verdict=Verdict.GRANTED, task=granted, history=tables.history(task_id)
+            self.rulings[index],
+            verdict=Verdict.GRANTED,
+            task=granted,
+            history=tables.history(task_id, max_history=self.max_history),
         )
 
 
-def claim(tables: Tables, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta) -> list[Ruling]:
-    batch = _Batch(tables, lease)
+def claim(
+    tables: Tables, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
+) -> list[Ruling]:
+    batch = _Batch(tables, lease, max_history)
     closing: dict[CallId, tuple[int, Arrival, int]] = {}
     progress: dict[CallId, Arrival] = {}
     for arrival in arrivals:
@@ -116,8 +124,10 @@ def claim(tables: Tables, arrivals: Sequence[Arrival], waits: bool, *, lease: ti
     return batch.answer()
 
 
-def resume(tables: Tables, wakes: Sequence[Wake], waits: bool, *, lease: timedelta) -> list[Ruling]:
-    batch = _Batch(tables, lease)
+def resume(
+    tables: Tables, wakes: Sequence[Wake], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
+) -> list[Ruling]:
+    batch = _Batch(tables, lease, max_history)
     for one in wakes:
         row = tables.tasks.get(one.task_id)
         if row is None or one.service not in ("", row.task.service):
@@ -135,10 +145,13 @@ def resume(tables: Tables, wakes: Sequence[Wake], waits: bool, *, lease: timedel
     return batch.answer()
 
 
-def accept(tables: Tables, requests: Sequence[Request], waits: bool, *, lease: timedelta) -> list[Ruling]:
-    births = [one.birth for one in requests]
-    born = tables.insert_births(births, trigger=REQUEST_TRIGGER, pickups=1, lease=lease)
-    batch = _Batch(tables, lease)
+def accept(
+    tables: Tables, requests: Sequence[Request], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
+) -> list[Ruling]:
+    born = set[TaskId]()
+    for pickups, births in births_by_pickups(requests).items():
+        born |= tables.insert_births(births, trigger=REQUEST_TRIGGER, pickups=pickups, lease=lease)
+    batch = _Batch(tables, lease, max_history)
     joined: dict[TaskId, Task] = {}
     for one in requests:
         task_id = one.birth.task_id
@@ -150,11 +163,14 @@ def accept(tables: Tables, requests: Sequence[Request], waits: bool, *, lease: t
         if task.digest != one.birth.digest and task.request:
             batch.rule(Verdict.CONFLICT, task)
             continue
+        if task.wants(one.birth) and len(task.addresses) >= MOST_ADDRESSES:
+            batch.rule(Verdict.CROWDED, task)
+            continue
         index = batch.rule(Verdict.FINISHED if task.state.is_final else Verdict.DUPLICATE, task)
         if one.is_redelivered:
             batch.come_back(index, task, trigger=REQUEST_TRIGGER)
         address = one.birth.address
-        if address is not None and address not in task.addresses and not task.state.is_final:
+        if address is not None and task.wants(one.birth):
             check_address(address)
             joined[task_id] = replace(task, addresses=(*task.addresses, address))
     rulings = batch.answer()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, check_text, earliest
-from coatcheck.store.queries import Late, Line, ServiceCount, Summary
+from coatcheck.store.queries import Backlog, Late, Line, ServiceCount, Summary
 from coatcheck.store.rows import CallState, History, Kind, Task, TaskId, TaskState
 
 WITH_A_FAILURE = (TaskState.HELD, TaskState.RETRYING, TaskState.FAILED, TaskState.CANCELLED)
@@ -23,8 +23,8 @@ def find_tasks(tables: Tables, ids: Sequence[TaskId], waits: bool) -> list[Task 
 
 def list_tasks(tables: Tables, *, service: str | None, states: Collection[TaskState], limit: int) -> list[Task]:
     check_text(service)
-    found = (row.task for row in tables.newest_first())
-    return [task for task in found if service in (None, task.service) and (not states or task.state in states)][:limit]
+    found = (row.task for row in tables.newest_first() if service in (None, row.task.service))
+    return [task for task in found if (task.state in states if states else task.epoch > 0)][:limit]
 
 
 def summarise_tasks(tables: Tables, *, service: str | None, states: Collection[TaskState], limit: int) -> list[Summary]:
@@ -66,6 +66,20 @@ def find_late(tables: Tables, *, grace: timedelta) -> list[Late]:
         )
         for service, late in sorted(by_service.items())
     ]
+
+
+def find_unsent(tables: Tables, *, grace: timedelta) -> list[Backlog]:
+    since_by_peer: dict[str | None, list[datetime]] = defaultdict(list)
+    for call in tables.calls.values():
+        if call.state is CallState.OPEN and call.look_at and not call.is_sent and call.new.kind is not Kind.TIMER:
+            since_by_peer[call.new.peer].append(call.opened_at)
+    for row in tables.tasks.values():
+        if row.look_at is not None and row.task.state.is_final and not row.task.is_final_sent and row.task.finished_at:
+            since_by_peer[None].append(row.task.finished_at)
+    before = tables.now - grace
+    old = {peer: [at for at in since if at < before] for peer, since in since_by_peer.items()}
+    peers = sorted((peer for peer, since in old.items() if since), key=lambda peer: (peer is None, peer or ""))
+    return [Backlog(peer, len(old[peer]), tables.now - min(old[peer])) for peer in peers]
 
 
 def load_histories(tables: Tables, ids: Collection[TaskId]) -> dict[TaskId, History]:

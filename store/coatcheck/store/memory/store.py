@@ -19,6 +19,7 @@ from coatcheck.store.in_flight import InFlight
 from coatcheck.store.memory import cancels, claims, puts, queries, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.migrate import newest_version, schema_version
+from coatcheck.store.rows import MAX_HISTORY
 from coatcheck.store.store import Store
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_sweeps.hasten_held: sweeps.hasten_held,
         pg_sweeps.mark_sent: sweeps.mark_sent,
         pg_sweeps.mark_final_sent: sweeps.mark_final_sent,
+        pg_sweeps.resend_calls: sweeps.resend_calls,
+        pg_sweeps.resend_to: sweeps.resend_to,
         pg_sweeps.look: sweeps.look,
         pg_sweeps.next_look: sweeps.next_look,
         pg_sweeps.retire: sweeps.retire,
@@ -50,6 +53,8 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_queries.count_tasks: queries.count_tasks,
         pg_queries.count_services: queries.count_services,
         pg_queries.find_late: queries.find_late,
+        pg_queries.find_unsent: queries.find_unsent,
+        pg_queries.read_clock: lambda tables: tables.now,
         pg_queries.task_lines: queries.task_lines,
         pg_records.load_histories: queries.load_histories,
         schema_version: lambda tables: _VERSION,
@@ -63,12 +68,12 @@ class MemoryStore(Store):
 
     def __init__(
         self, tables: Tables, *, lease: timedelta = timedelta(seconds=60), observe: Observe | None = None,
-        begins: bool = False,
+        begins: bool = False, max_history: int = MAX_HISTORY,
     ) -> None:  # fmt: skip
         """`begins` makes no difference here: an operation is one step, and there is nothing to be in doubt about."""
         self.tables = tables
         self._in_flight = InFlight()
-        self._wire(lane=asyncio.Semaphore(LANE_WIDTH), lease=lease, observe=observe)
+        self._wire(lane=asyncio.Semaphore(LANE_WIDTH), lease=lease, observe=observe, max_history=max_history)
 
     @property
     def place(self) -> str:

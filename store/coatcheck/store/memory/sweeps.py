@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
 
 from msgspec.structs import replace
 
+from coatcheck.store.blobs import is_damaged
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, earliest
-from coatcheck.store.rows import ALONE, CallId, CallState, Kind, TaskId, TaskState
-from coatcheck.store.sweeps import LONGEST_AGAIN, LookedAt, Renewal, Renewed
+from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, Kind, TaskId, TaskState
+from coatcheck.store.sweeps import (
+    LONGEST_AGAIN,
+    LONGEST_RESEND,
+    SHORTEST_RESEND,
+    LookedAt,
+    Renewal,
+    Renewed,
+    Retention,
+)
 
 Seen = TypeVar("Seen", CallRow, TaskRow)
 
@@ -20,14 +29,18 @@ def look(tables: Tables, *, limit: int, again: timedelta) -> LookedAt:
     calls = _whose_time_has_come(tables, _open_calls(tables), limit)
     rows = _whose_time_has_come(tables, tables.tasks.values(), limit)
     tasks = [row.task for row in rows]
-    due = [call for call in calls if tables.is_over(call.due_at)]
-    unsent = [call for call in calls if not call.is_sent and call.new.kind is not Kind.TIMER and call not in due]
+    never_left = [call for call in calls if not call.is_sent and call.new.kind is not Kind.TIMER]
+    damaged = [call for call in never_left if is_damaged(call.new.body)]
+    due = [call for call in calls if tables.is_over(call.due_at) and call not in damaged]
+    unsent = [call for call in never_left if call not in due]
     due_ats = [call.due_at for call in calls] + [task.due_at for task in tasks]
     for call in calls:
         tables.change(call, look_at=_next_time(tables, call, again))
     for row in rows:
         is_past = row.task.state.is_final and tables.is_over(row.task.due_at)
-        tables.change(row, look_at=None if is_past else tables.now + _again(tables, row.task.due_at, again))
+        is_final, task = row.task.state.is_final, row.task
+        pause = _resend(tables, task.finished_at, again) if is_final else _again(tables, task.due_at, again)
+        tables.change(row, look_at=None if is_past else tables.now + pause)
     return LookedAt(
         due=tuple(map(tables.peer, due)),
         unsent=tuple(map(tables.peer, unsent)),
@@ -43,9 +56,9 @@ def next_look(tables: Tables) -> timedelta | None:
     return None if first is None else first - tables.now
 
 
-def retire(tables: Tables, *, limit: int) -> int:
-    over = [row.task for row in tables.tasks.values() if _may_go(tables, row)]
-    over.sort(key=lambda task: task.due_at or tables.now)
+def retire(tables: Tables, *, limit: int, keep: Retention) -> int:
+    over = [row.task for row in tables.tasks.values() if _may_go(tables, row, keep)]
+    over.sort(key=lambda task: (task.state, task.finished_at or tables.now))
     for task in over[:limit]:
         tables.delete_task(task.task_id)
     return len(over[:limit])
@@ -116,11 +129,30 @@ def mark_sent(tables: Tables, calls: Sequence[CallId]) -> None:
             tables.change(call, state=CallState.OK, closed_at=tables.now)
 
 
-def mark_final_sent(tables: Tables, tasks: Sequence[TaskId]) -> None:
-    for task_id in tasks:
+def mark_final_sent(tables: Tables, told: Mapping[TaskId, Sequence[Address]]) -> None:
+    for task_id, addresses in told.items():
         row = tables.tasks.get(task_id)
-        if row is not None and row.task.state.is_final:
+        if row is not None and row.task.state.is_final and {*row.task.addresses} <= {*addresses}:
             tables.change(row, task=replace(row.task, is_final_sent=True), look_at=None)
+
+
+def resend_calls(tables: Tables, calls: Sequence[CallId], *, after: timedelta) -> None:
+    for call_id in calls:
+        call = tables.calls.get(call_id)
+        if call is not None and call.state is CallState.OPEN and not call.is_sent:
+            tables.change(call, look_at=earliest(call.look_at, tables.now + after))
+
+
+def resend_to(tables: Tables, task_id: TaskId, address: Address, *, after: timedelta) -> bool:
+    row = tables.tasks.get(task_id)
+    if row is None or not row.task.state.is_final or tables.is_over(row.task.due_at):
+        return False
+    addresses = tuple(dict.fromkeys((*row.task.addresses, address)))
+    if len(addresses) > max(MOST_ADDRESSES, len(row.task.addresses)):
+        return False
+    task = replace(row.task, addresses=addresses, is_final_sent=False)
+    tables.change(row, task=task, look_at=earliest(row.look_at, tables.now + after))
+    return True
 
 
 def _open_calls(tables: Tables) -> list[CallRow]:
@@ -134,18 +166,28 @@ def _whose_time_has_come(tables: Tables, rows: Iterable[Seen], limit: int) -> li
 
 
 def _next_time(tables: Tables, call: CallRow, again: timedelta) -> datetime | None:
-    if call.due_at is None or tables.is_over(call.due_at):
+    if call.due_at is not None and tables.is_over(call.due_at):
         return tables.now + _again(tables, call.due_at, again)
-    return call.due_at if call.is_sent else earliest(call.due_at, tables.now + again)
+    if call.is_sent and call.due_at is not None:
+        return call.due_at
+    return earliest(call.due_at, tables.now + _resend(tables, call.opened_at, again))
 
 
 def _again(tables: Tables, due_at: datetime | None, again: timedelta) -> timedelta:
     return max(again, min(tables.now - (due_at or tables.now), LONGEST_AGAIN))
 
 
-def _may_go(tables: Tables, row: TaskRow) -> bool:
-    is_over = row.task.state.is_final and row.look_at is None and tables.is_over(row.task.due_at)
-    return is_over and not any(call.state is CallState.OPEN for call in tables.calls_of[row.task.task_id])
+def _resend(tables: Tables, since: datetime | None, again: timedelta) -> timedelta:
+    return max(min(again, SHORTEST_RESEND), min((tables.now - (since or tables.now)) / 2, LONGEST_RESEND))
+
+
+def _may_go(tables: Tables, row: TaskRow, keep: Retention) -> bool:
+    ended_at = row.task.finished_at
+    if not row.task.state.is_final or ended_at is None or row.look_at is not None:
+        return False
+    return tables.is_over(ended_at + keep.of(row.task.state)) and not any(
+        call.state is CallState.OPEN for call in tables.calls_of[row.task.task_id]
+    )
 
 
 def _has_open_wait(tables: Tables, row: TaskRow) -> bool:

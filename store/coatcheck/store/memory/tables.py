@@ -13,6 +13,8 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from msgspec.structs import replace
+
 from coatcheck.errors import Rejected
 from coatcheck.store.births import RESEND_AFTER_S
 from coatcheck.store.records import from_json, to_json
@@ -225,6 +227,7 @@ class Tables:
             updated_at=self.now,
             finished_at=None,
             caller=None if caller is None else Caller(caller.subject, as_json(caller.claims)),
+            deadline_at=birth.deadline_at,
         )
 
     def _drop_task(self, task_id: TaskId) -> None:
@@ -263,7 +266,7 @@ class Tables:
             task.traceparent,
         )
 
-    def history(self, task_id: TaskId) -> History:
+    def history(self, task_id: TaskId, *, max_history: int | None = None) -> History:
         calls = [call for call in self.calls_of[task_id] if not call.is_forgotten]
         recorded = [call.recorded() for call in calls if not call.is_open_wait]
         recorded += [entry.recorded() for entry in self.entries_of[task_id] if not entry.is_forgotten]
@@ -272,7 +275,10 @@ class Tables:
             for call in calls
             if call.is_open_wait
         )
-        return History(tuple(sorted(recorded, key=lambda one: one.seq)), still_open)
+        is_withheld = max_history is not None and sum(len(one.value) for one in recorded) > max_history
+        if is_withheld:
+            recorded = [replace(one, value=b"") for one in recorded]
+        return History(tuple(sorted(recorded, key=lambda one: one.seq)), still_open, is_withheld)
 
     def news(self, task_id: TaskId, *, seen: int) -> list[Recorded]:
         """What ended since a run last looked, in order; its own entries and sends are no news."""
