@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from tests.broker.proxy import Proxy
 from tests.broker.rigs import Rig, as_broker, make_tables
-from tests.conftest import ServiceNames
-from tests.conftest import _temporary_database as temporary_database
+from tests.conftest import ServiceNames, temporary_database
 from tests.services import run_sync
 
 

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiormq
+import asyncpg
 from tests.broker.proxy import Proxy
 
 from coatcheck.broker import Broker, Consumer, Delivery, Message, Outgoing, Routing, connect
-from coatcheck.broker.memory import MemoryBroker
+from coatcheck.broker.memory import MemoryBroker, _Queue
 
 PATIENCE_S = 15.0
 QUICK: dict[str, Any] = {"backoff_min": 0.02, "backoff_max": 0.2, "publish_timeout": 5, "rpc_timeout": 5}
@@ -50,9 +52,52 @@ class Rig:
             if isinstance(broker, MemoryBroker):
                 broker.come_back()
 
+    async def limit(self, queue: str, max_length: int) -> None:
+        """Have a queue, made for this, that refuses what comes while so many messages are ready in it."""
+        if self.url.startswith("amqp"):
+            connection = await aiormq.connect(self.url)
+            channel = await connection.channel()
+            arguments: Any = {"x-max-length": max_length, "x-overflow": "reject-publish"}
+            await channel.queue_declare(queue, durable=True, arguments=arguments)
+            await connection.close()
+        elif self.url.startswith("pg"):
+            await _bound(self.url.replace("pg://", "postgresql://", 1), queue, max_length)
+        else:
+            broker = self._brokers[0]
+            assert isinstance(broker, MemoryBroker)
+            broker.server.declare(_Queue(queue))
+            broker.server.limit(queue, max_length)
+
     async def close(self) -> None:
         for broker in self._brokers:
             await broker.stop()
+
+
+async def _bound(url: str, queue: str, max_length: int) -> None:
+    """Bound a queue in Postgres as an operator can: by a trigger."""
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(
+            f"""
+            SET search_path = coatcheck_broker;
+            INSERT INTO queue (name) VALUES ('{queue}');
+            CREATE OR REPLACE FUNCTION refuse_when_full() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                IF (SELECT count(*) FROM coatcheck_broker.message WHERE queue_id = NEW.queue_id) >= TG_ARGV[1]::integer
+                    THEN RAISE 'queue % is full', TG_ARGV[0]; END IF;
+                RETURN NEW;
+            END $$;
+            """
+        )
+        number = await connection.fetchval("SELECT id FROM coatcheck_broker.queue WHERE name = $1", queue)
+        await connection.execute(
+            f"""
+            CREATE TRIGGER full_{number} BEFORE INSERT ON coatcheck_broker.message FOR EACH ROW
+              WHEN (NEW.queue_id = {number})
+              EXECUTE FUNCTION coatcheck_broker.refuse_when_full('{queue}', '{max_length}')
+            """
+        )
+    finally:
+        await connection.close()
 
 
 class Inbox:

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime as dt
+import struct
 import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import aiormq
 import pamqp.frame
 import pytest
+import structlog
 from aiormq.abc import ChannelFrame, DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.body import ContentBody
@@ -16,6 +18,7 @@ from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 from tests.broker.proxy import Proxy
 from tests.broker.rigs import QUICK, Inbox, Rig, send, until, until_depth
+from tests.conftest import ServiceNames
 
 from coatcheck.broker import (
     BrokerSettings,
@@ -28,6 +31,7 @@ from coatcheck.broker import (
     parse_request,
     topology,
 )
+from coatcheck.broker import amqp_codec as codec
 from coatcheck.broker.amqp import AmqpBroker
 from coatcheck.broker.amqp_consumer import AmqpConsumer
 from coatcheck.broker.amqp_lane import Lane
@@ -87,10 +91,14 @@ async def test_direct_reply_to_arrives_once_and_is_routed(amqp: Rig, service_nam
     assert replies.empty()
 
 
-MADE_UP = "amq.rabbitmq.reply-to.g1.x"
+CRASHING = "amq.rabbitmq.reply-to.g2gg"
+"""Decodes to a term that is no process id."""
+MADE_UP = f"{CRASHING}.x"
 
 
-@pytest.mark.parametrize("name", ["amq.rabbitmq.reply-to", "amq.rabbitmq.reply-to.garbage", MADE_UP])
+@pytest.mark.parametrize(
+    "name", ["amq.rabbitmq.reply-to", "amq.rabbitmq.reply-to.garbage", "amq.rabbitmq.reply-to.g1.x", MADE_UP]
+)
 async def test_made_up_reply_to_harms_nobody_else(amqp: Rig, service_name: str, name: str) -> None:
     broker, inbox = await started(amqp, service_name), Inbox()
     await inbox.consume(broker, service_name)
@@ -102,6 +110,33 @@ async def test_made_up_reply_to_harms_nobody_else(amqp: Rig, service_name: str, 
     assert [delivery.is_redelivered for delivery in await inbox.take(2)] == [False, False]
     assert broker.is_connected
     assert broker.stats.lost_count == (name == MADE_UP)  # the connection for such replies, and no other
+
+
+async def test_many_made_up_reply_tos_do_not_hold_up_one_that_is_real_nor_other_queues(
+    amqp: Rig, service_name: str, stranger: Channel
+) -> None:
+    broker, inbox = await started(amqp, service_name), Inbox()
+    await inbox.consume(broker, service_name)
+    replies: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
+    await stranger.basic_consume("amq.rabbitmq.reply-to", replies.put, no_ack=True)
+    properties = Basic.Properties(reply_to="amq.rabbitmq.reply-to")
+    await stranger.basic_publish(b"", routing_key=service_name, properties=properties)
+    real = (await inbox.take_one()).message.reply_to
+    assert real is not None
+    assert await send(broker, real, b"first") == [Routing.ROUTED]
+
+    forged = [asyncio.create_task(send(broker, f"{CRASHING}.{number}", b"x")) for number in range(300)]
+    await until(lambda: broker.stats.lost_count > 0)
+    assert await send(broker, real, b"second") == [Routing.ROUTED]
+    assert await send(broker, service_name, b"x") == [Routing.ROUTED]
+    done_count = sum(task.done() for task in forged)
+    fates = [routing for routings in await asyncio.gather(*forged) for routing in routings]
+
+    assert done_count < 300
+    assert set(fates) == {Routing.NO_ROUTE, Routing.REFUSED}
+    assert broker.stats.lost_count < 5  # most of them never came near the connection for replies
+    async with asyncio.timeout(10):
+        assert [(await replies.get()).body for _ in range(2)] == [b"first", b"second"]
 
 
 async def test_crash_over_one_reply_to_does_not_lose_the_replies_beside_it(
@@ -174,17 +209,51 @@ async def test_large_message_and_empty_message_pass(amqp: Rig, service_name: str
     assert [len(delivery.message.body) for delivery in await inbox.take(4)] == [1_048_576, 0, 131_064, 131_072]
 
 
-async def test_refused_publish_is_unavailable(amqp: Rig, service_name: str, stranger: Channel) -> None:
-    broker = await started(amqp, service_name)
-    full = f"{service_name}.control"
-    await stranger.queue_delete(full)
-    await stranger.queue_declare(full, durable=True, arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
-    await send(broker, full, b"x")
+def deafen(monkeypatch: pytest.MonkeyPatch, *queues: str) -> None:
+    """Lose the confirms of what goes to these queues, as if they had no quorum."""
+    on_method = Lane.on_method
 
-    with pytest.raises(BrokerUnavailable, match="may or may not"):
-        await send(broker, full, b"y")
+    def hear(lane: Lane, method: int, args: bytes) -> None:
+        tag, is_multiple = codec.read_confirm(args)
+        for each in [*lane._tags_up_to(tag - 1), tag] if is_multiple else [tag]:
+            sending = lane._unconfirmed.get(each) or lane._overtaken.get(each)
+            if sending is None or sending.outgoing.to not in queues:
+                on_method(lane, method, args[:4] + struct.pack(">QB", each, 0))
 
-    assert broker.is_connected
+    monkeypatch.setattr(Lane, "on_method", hear)
+
+
+async def test_queue_that_never_confirms_holds_up_nobody_and_refuses_in_the_end(
+    amqp: Rig, service_names: ServiceNames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coatcheck.broker.amqp_lane.WINDOW_COUNT", 10)
+    there, deaf = service_names.new("there"), service_names.new("deaf")
+    broker = await started(amqp, there, publish_timeout=4)
+    await broker.declare_service(deaf)
+    deafen(monkeypatch, deaf)
+
+    stuck = asyncio.create_task(send(broker, deaf, *[b"x"] * 15))  # more than the window holds
+    await asyncio.sleep(0)
+    begun_s = asyncio.get_running_loop().time()
+    assert await send(broker, there, *[b"x"] * 30) == [Routing.ROUTED] * 30
+    took_s = asyncio.get_running_loop().time() - begun_s
+
+    assert not stuck.done()
+    assert took_s < 2.0  # half the timeout is what a queue has to confirm
+    assert await stuck == [Routing.REFUSED] * 15
+    assert (broker.stats.lost_count, broker.stats.publish_failure_count, broker.stats.refused_count) == (0, 0, 15)
+    assert await send(broker, there, b"x") == [Routing.ROUTED]
+
+
+async def test_queue_that_never_confirms_is_told_from_a_stuck_connection_where_nothing_else_is_published(
+    amqp: Rig, service_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await started(amqp, service_name, publish_timeout=1)
+    deafen(monkeypatch, service_name)
+
+    assert await send(broker, service_name, b"x", b"y") == [Routing.REFUSED] * 2
+
+    assert broker.stats.lost_count == 0
 
 
 async def test_many_callers_publish_at_once(amqp: Rig, service_name: str) -> None:
@@ -330,16 +399,99 @@ async def test_too_many_deliveries_end_in_the_dead_queue_with_a_reason(
 # --- topology ---
 
 
-async def test_queue_declared_otherwise_by_somebody_else_is_explained(
+OTHERWISE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a quorum queue": (
+        {"x-queue-type": "quorum"},
+        [
+            "x-dead-letter-exchange: wanted 'coatcheck.dead', is none",
+            "x-overflow: wanted 'reject-publish', is none",
+            "so a message that RabbitMQ gives up on is dropped, not kept as a dead letter",
+        ],
+    ),
+    "a classic queue": ({}, ["x-dead-letter-exchange: wanted 'coatcheck.dead', is none"]),
+    "a queue that forgets": (
+        {"x-message-ttl": 60_000, "x-max-length": 5},
+        [
+            "x-message-ttl: wanted none, is 60000",
+            "x-max-length: wanted none, is 5",
+            "so messages that wait for longer are dropped",
+            "so a full queue drops or refuses messages",
+        ],
+    ),
+    "a queue of another service": (
+        {"x-queue-type": "quorum", "x-dead-letter-exchange": "elsewhere", "x-overflow": "reject-publish"},
+        ["x-dead-letter-exchange: wanted 'coatcheck.dead', is 'elsewhere'"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), OTHERWISE.values(), ids=OTHERWISE.keys())
+async def test_queue_that_another_program_made_is_used_as_it_is_and_explained(
+    amqp: Rig, service_name: str, stranger: Channel, arguments: dict[str, Any], said: list[str]
+) -> None:
+    await stranger.queue_declare(service_name, durable=True, arguments=arguments)
+    await stranger.basic_publish(b"waiting", routing_key=service_name)
+    broker, inbox = await amqp.connect(), Inbox()
+
+    with structlog.testing.capture_logs() as logs:
+        await broker.declare_service(service_name)
+        await broker.declare_service(service_name)
+    await inbox.consume(broker, service_name)
+    await send(broker, service_name, b"new")
+
+    [warning] = [it for it in logs if it["event"] == "queue_used_as_it_is"]
+    assert warning["queue"] == service_name
+    assert broker.odd_queues == {service_name: warning["differences"]}
+    assert [text for text in said if text not in warning["differences"]] == []
+    assert [delivery.message.body for delivery in await inbox.take(2)] == [b"waiting", b"new"]
+    assert await broker.depth(Names(service_name).replies) == 0
+    await stranger.queue_declare(service_name, durable=True, arguments=arguments)  # it is what it was
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"durable": False}, "durable is false there; it has to be true"),
+        ({"durable": True, "auto_delete": True}, "auto_delete is true there; it has to be false"),
+        ({"durable": True, "exclusive": True}, "RESOURCE_LOCKED"),
+        ({"durable": True, "arguments": {"x-queue-type": "stream"}}, "it is a stream"),
+    ],
+)
+async def test_queue_that_cannot_keep_messages_is_refused_and_left_alone(
+    amqp: Rig, service_name: str, stranger: Channel, options: dict[str, Any], why: str
+) -> None:
+    await stranger.queue_declare(service_name, **options)
+    broker, other, inbox = await amqp.connect(), await amqp.connect(), Inbox()
+    private = await broker.declare_private()
+    await inbox.consume(broker, private)
+
+    with pytest.raises(InvalidSettings, match=why):
+        await broker.declare_service(service_name)
+    await send(other, private, b"x")
+
+    assert (await inbox.take_one()).message.body == b"x"  # nobody's channel went with it
+    assert inbox.losses.empty()
+    await stranger.queue_declare(service_name, **options)
+    await stranger.queue_delete(service_name)
+
+
+async def test_queue_of_another_program_that_goes_away_is_made_by_us(
     amqp: Rig, service_name: str, stranger: Channel
 ) -> None:
     await stranger.queue_declare(service_name, durable=True)
-    broker = await amqp.connect()
+    broker, inbox = await amqp.connect(), Inbox()
+    await broker.declare_service(service_name)
+    await inbox.consume(broker, service_name)
 
-    with pytest.raises(InvalidSettings, match="PRECONDITION_FAILED"):
-        await broker.declare_service(service_name)
+    await stranger.queue_delete(service_name)
+    await until(lambda: not broker.odd_queues)
+    await inbox.lost()
+    await until_depth(broker, service_name, 0)
+    await send(broker, service_name, b"x")
 
-    assert broker.is_connected
+    assert (await inbox.take_one()).message.body == b"x"
+    arguments: dict[str, Any] = {**topology.service_arguments(Names(service_name).dead)}
+    await stranger.queue_declare(service_name, durable=True, arguments=arguments)
 
 
 async def test_service_queues_are_quorum_queues_with_a_dead_letter_route(
@@ -846,7 +998,6 @@ async def test_slow_broker_is_not_taken_for_a_dead_one(
     await send(broker, service_name, b"first")
     proxy.delay_s = 0.05
 
-    with pytest.raises(BrokerUnavailable, match="confirmed in time"):
-        await send(broker, service_name, *[b"x"] * 60)
+    assert await send(broker, service_name, *[b"x"] * 60) == [Routing.ROUTED] * 60
 
     assert broker.stats.lost_count == 0

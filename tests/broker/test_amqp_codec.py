@@ -3,6 +3,8 @@
 import asyncio
 import datetime as dt
 import struct
+import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pamqp.frame
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pamqp.body import ContentBody
-from pamqp.commands import Basic, Channel, Queue
+from pamqp.commands import Basic, Channel, Connection, Queue
 from pamqp.header import ContentHeader
 
 from coatcheck.broker import Message
@@ -114,7 +116,7 @@ def test_what_the_driver_writes_we_read(message: Message) -> None:
 
     assert arrived.message == message
     assert (arrived.tag, arrived.is_redelivered, arrived.delivery_count, arrived.broken) == (1, False, 1, None)
-    assert codec.BODY_SIZE.unpack_from(header) == (len(message.body),)
+    assert codec.read_body_size(header) == len(message.body)
 
 
 @given(st.binary(max_size=200))
@@ -191,7 +193,13 @@ def test_acks_and_requeues_are_what_the_driver_would_write() -> None:
 # --- splitting ---
 
 
+START = pamqp.frame.marshal(Connection.Start(0, 9, {"capabilities": {}}, "PLAIN", "en_US"), 0)
+
+
 class Collecting(Receiver):
+    takes = frozenset({codec.DELIVER, codec.ACK})
+    max_body = 10_000
+
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
@@ -213,7 +221,6 @@ def stream() -> tuple[bytes, bytes]:
         [],
         [
             pamqp.frame.marshal(Queue.DeclareOk("q", 1, 2), 3),
-            codec.HEARTBEAT_FRAME,
             pamqp.frame.marshal(Channel.Close(406, "no", 0, 0), 7),
         ],
     )
@@ -223,44 +230,185 @@ def stream() -> tuple[bytes, bytes]:
         mine += [pamqp.frame.marshal(ContentBody(body[start : start + 2000]), 7) for start in (0, 2000, 4000)]
     mine.append(pamqp.frame.marshal(Basic.Ack(5, True), 7))
     mine.append(pamqp.frame.marshal(Basic.Ack(6, True), 8))  # of a channel that nobody listens to
-    whole = [mine[0], others[0], *mine[1:4], others[1], *mine[4:], others[2]]
-    return b"".join(whole), b"".join(others)
+    whole = [START, mine[0], others[0], *mine[1:4], codec.HEARTBEAT_FRAME, *mine[4:], others[1]]
+    return b"".join(whole), b"".join((START, *others))
+
+
+class Ears:
+    """What a wire says of its broker."""
+
+    def __init__(self, *receivers: Receiver) -> None:
+        self.reader = asyncio.StreamReader()
+        self.alarms: list[bool] = []
+        self.violations: list[str] = []
+        self.wire = Wire(self.reader, on_alarm=self.alarms.append, on_violation=self.violations.append)
+        for number, receiver in enumerate(receivers, start=7):
+            self.wire.attach(number, receiver)
+
+    def hear(self, data: bytes, size: int = 1 << 16) -> None:
+        for start in range(0, len(data), size):
+            self.wire.data_received(data[start : start + size])
+
+    async def driver_heard(self) -> bytes:
+        self.reader.feed_eof()
+        return await self.reader.read()
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 100, 2015, 100_000])
 async def test_frames_are_told_apart_however_the_bytes_are_cut(size: int) -> None:
-    reader, collecting, alarms = asyncio.StreamReader(), Collecting(), list[bool]()
-    wire = Wire(reader, alarms.append)
-    wire.attach(7, collecting)
+    collecting = Collecting()
+    ears = Ears(collecting)
     whole, others = stream()
 
-    for start in range(0, len(whole), size):
-        wire.data_received(whole[start : start + size])
-    reader.feed_eof()
+    ears.hear(whole, size)
 
     assert collecting.heard == [(1, b"y" * 5000), (2, b"y" * 5000), (5, True), "closed"]
-    assert await reader.read() == others
+    assert await ears.driver_heard() == others
+    assert not ears.violations
 
 
-async def test_server_of_another_protocol_is_left_to_the_driver() -> None:
-    reader = asyncio.StreamReader()
-    wire = Wire(reader, lambda _: None)
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (b"AMQP\0\0\x09\x01", "another version"),
+        (b"HTTP/1.1 400 Bad Request", "no frame: b'HTTP/1.1'"),
+        (b"\x15\x03\x01\0\x02\x02\x46", "no frame"),
+    ],
+)
+async def test_server_of_another_protocol_is_named_and_not_listened_to(first: bytes, said: str) -> None:
+    ears = Ears()
 
-    wire.data_received(b"AMQP\0\0\x09\x01")
-    wire.data_received(b"HTTP")
-    reader.feed_eof()
+    ears.hear(first)
+    ears.hear(b"more")
 
-    assert await reader.read() == b"AMQP\0\0\x09\x01HTTP"
+    assert [said in violation for violation in ears.violations] == [True]
+    assert await ears.driver_heard() == b""
 
 
 async def test_driver_hears_of_a_line_that_carries_only_our_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take the connection for dead: the broker sends no heartbeats where there is traffic."""
     monkeypatch.setattr("coatcheck.broker.amqp_wire._HEARTBEAT_EVERY_S", -1.0)
-    reader, collecting = asyncio.StreamReader(), Collecting()
-    wire = Wire(reader, lambda _: None)
-    wire.attach(7, collecting)
+    ears = Ears(Collecting())
 
-    wire.data_received(pamqp.frame.marshal(Basic.Ack(5, True), 7))
-    reader.feed_eof()
+    ears.hear(START)
+    ears.hear(pamqp.frame.marshal(Basic.Ack(5, True), 7))
 
-    assert await reader.read() == codec.HEARTBEAT_FRAME
+    assert await ears.driver_heard() == START + 2 * codec.HEARTBEAT_FRAME
+
+
+# --- what no broker may send ---
+
+
+def content(size: int, *pieces: bytes, tag: int = 1, kind: int = 60) -> bytes:
+    header = struct.pack(">HHQH", kind, 0, size, 0)
+    frames = [codec.HEAD.pack(codec.HEADER, 7, len(header)) + header + b"\xce"]
+    frames += [codec.HEAD.pack(codec.BODY, 7, len(piece)) + piece + b"\xce" for piece in pieces]
+    return pamqp.frame.marshal(Basic.Deliver("c", tag, False, "", "q"), 7) + b"".join(frames)
+
+
+BODY_FRAME = pamqp.frame.marshal(ContentBody(b"stray"), 7)
+VIOLATIONS = {
+    "a body of no message": BODY_FRAME,
+    "an empty body of no message": codec.HEAD.pack(codec.BODY, 7, 0) + b"\xce",
+    "a body before its header": pamqp.frame.marshal(Basic.Deliver("c", 1, False, "", "q"), 7) + BODY_FRAME,
+    "a header of no message": pamqp.frame.marshal(ContentHeader(body_size=0), 7),
+    "two headers": content(5) + content(5)[len(pamqp.frame.marshal(Basic.Deliver("c", 1, False, "", "q"), 7)) :],
+    "more body than announced": content(5, b"123456"),
+    "half a message and the next": content(5, b"123") + content(1, b"x", tag=2),
+    "half a message and a confirm": content(5, b"123") + pamqp.frame.marshal(Basic.Ack(1), 7),
+    "a body that never ends": content(2**63),
+    "a content of another class": content(1, b"x", kind=50),
+    "a header cut short": pamqp.frame.marshal(Basic.Deliver("c", 1, False, "", "q"), 7)
+    + codec.HEAD.pack(codec.HEADER, 7, 5)
+    + b"\0\x3c\0\0\0\xce",
+    "a delivery without its tag": codec.method_frame(7, struct.pack(">IB", codec.DELIVER, 255) + b"c")
+    + content(0)[len(pamqp.frame.marshal(Basic.Deliver("c", 1, False, "", "q"), 7)) :],
+    "a confirm without its tag": codec.method_frame(7, struct.pack(">I", codec.ACK)),
+    "a method cut short": codec.method_frame(7, b"\0\x3c"),
+    "a method of an unknown class": codec.method_frame(7, struct.pack(">I", 0x630001)),
+    "a method that is for brokers": pamqp.frame.marshal(Queue.Declare(queue="q", arguments={"a": [1] * 1000}), 7),
+    "what this channel did not ask for": pamqp.frame.marshal(Basic.GetEmpty(), 7),
+    "a second greeting": START,
+    "a frame over the limit": codec.HEAD.pack(codec.BODY, 7, 1 << 17),
+    "a frame of 4 GiB": codec.HEAD.pack(codec.METHOD, 7, 0xFFFFFFFF),
+    "a frame of an unknown kind": codec.HEAD.pack(4, 7, 1) + b"x\xce",
+    "a frame without its end": codec.HEAD.pack(codec.METHOD, 7, 1) + b"xx",
+    "a tune to tiny frames": codec.method_frame(0, struct.pack(">IHIH", codec.TUNE, 0, 1, 0)),
+    "a tune cut short": codec.method_frame(0, struct.pack(">IH", codec.TUNE, 0)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+@pytest.mark.parametrize("data", VIOLATIONS.values(), ids=VIOLATIONS.keys())
+async def test_what_no_broker_may_send_ends_the_connection_and_delivers_nothing(data: bytes, size: int) -> None:
+    collecting = Collecting()
+    ears = Ears(collecting)
+
+    ears.hear(START + data + content(1, b"x", tag=9), size)
+
+    assert [violation.startswith("the broker broke AMQP: ") for violation in ears.violations] == [True]
+    assert collecting.heard == []
+
+
+@pytest.mark.parametrize("frame", [codec.HEARTBEAT_FRAME, pamqp.frame.marshal(Queue.DeclareOk("q", 1, 2), 3)])
+async def test_flood_of_what_comes_now_and_then_ends_the_connection(frame: bytes) -> None:
+    ears, now_s = Ears(), 0.0
+    ears.wire._clock_loop = SimpleNamespace(time=lambda: now_s)  # type: ignore[assignment]
+    ears.wire._counted_s = now_s
+    ears.hear(START + frame * 4900)
+    now_s = 1.5
+    ears.hear(frame * 4900)
+    assert not ears.violations
+
+    ears.hear(frame * 5000)
+
+    assert "more than 5000 heartbeats and answers within a second" in ears.violations[0]
+
+
+async def test_greeting_with_a_table_that_takes_long_to_read_is_not_read() -> None:
+    ears = Ears()
+
+    ears.hear(pamqp.frame.marshal(Connection.Start(0, 9, {"a": [None] * 20_000}, "PLAIN", "en_US"), 0))
+
+    assert "a greeting of" in ears.violations[0]
+    assert await ears.driver_heard() == b""
+
+
+@pytest.mark.parametrize(("offered", "taken"), [(0, 1 << 22), (1 << 30, 1 << 22), (1 << 17, 1 << 17), (4096, 4096)])
+async def test_largest_frame_is_what_the_broker_offers_within_reason(offered: int, taken: int) -> None:
+    ears = Ears()
+
+    ears.hear(START + codec.method_frame(0, struct.pack(">IHIH", codec.TUNE, 7, offered, 9)))
+
+    heard = (await ears.driver_heard())[len(START) :]
+    assert heard == codec.method_frame(0, struct.pack(">IHIH", codec.TUNE, 7, taken, 9))
+
+
+# --- bodies over the limit ---
+
+
+async def test_body_over_the_limit_is_dropped_as_it_comes_and_the_next_one_is_whole() -> None:
+    """Peak memory is far below the body, whichever way its frames are cut."""
+    collecting, piece, count = Collecting(), b"z" * 100_000, 300
+    ears = Ears(collecting)
+    ears.hear(START + content(len(piece) * count))
+    frame = codec.HEAD.pack(codec.BODY, 7, len(piece)) + piece + b"\xce"
+    tracemalloc.start()
+    try:
+        for _ in range(count):
+            ears.hear(frame)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    ears.hear(content(3, b"abc", tag=2))
+
+    assert not ears.violations
+    assert collecting.heard == [(1, b"z" * 4096), (2, b"abc")]
+    assert peak < 2_000_000  # of 30,000,000
+
+
+def test_body_that_came_without_its_end_says_how_long_it_was() -> None:
+    header = struct.pack(">HHQH", 60, 0, 500, 0)
+
+    assert read(header, b"beginning").message.headers == {"cc-size": 500}
+    assert read(header, b"x" * 500).message.headers == {}

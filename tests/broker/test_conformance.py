@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from tests.broker.rigs import Inbox, Rig, send, until, until_depth
+from tests.conftest import ServiceNames
 
-from coatcheck.broker import Message, Names, Outgoing, Routing
+from coatcheck.broker import Message, Names, Outgoing, Routing, revive
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, OversizedMessage, UsageError
 
 FULL = Message(
@@ -78,6 +79,27 @@ async def test_no_route_of_one_in_a_batch_of_many(rig: Rig, service_name: str) -
     await until_depth(broker, service_name, 29)
 
 
+async def test_full_queue_refuses_its_own_messages_and_takes_some_again_once_there_is_room(
+    rig: Rig, service_names: ServiceNames
+) -> None:
+    broker, there, full = await rig.connect(), service_names.new("there"), service_names.new("full")
+    await broker.declare_service(there)
+    await rig.limit(full, 1)
+    assert await send(broker, full, b"first") == [Routing.ROUTED]
+    batch = [Outgoing(there, Message()) for _ in range(30)]
+    batch[3] = batch[17] = Outgoing(full, Message(b"second"))
+
+    routings = await broker.publish(batch)
+
+    assert [index for index, routing in enumerate(routings) if routing is Routing.REFUSED] == [3, 17]
+    assert routings.count(Routing.ROUTED) == 28
+    await until_depth(broker, there, 28)
+    assert broker.is_connected
+    assert (broker.stats.refused_count, broker.stats.publish_failure_count, broker.stats.lost_count) == (2, 0, 0)
+    await broker.purge(full)
+    assert await send(broker, full, b"third") == [Routing.ROUTED]
+
+
 async def test_two_in_flight_with_one_message_id_keep_their_own_fate(rig: Rig, service_name: str) -> None:
     broker = await rig.connect()
     await broker.declare_service(service_name)
@@ -131,6 +153,42 @@ async def test_oversized_body_is_refused_before_anything_is_sent_but_dead_letter
 
     assert await broker.depth(service_name) == 0
     assert await broker.publish([dead]) == [Routing.ROUTED]
+
+
+async def test_body_over_the_limit_arrives_without_its_end_and_says_how_long_it_was(
+    rig: Rig, service_name: str
+) -> None:
+    sender, broker, inbox = await rig.connect(), await rig.connect(max_body=5000), Inbox()
+    await broker.declare_service(service_name)
+    await inbox.consume(broker, service_name)
+
+    forged = Message(b"y" * 5000, headers={"cc-size": 1})
+    await sender.publish([Outgoing(service_name, Message(b"x" * size)) for size in (5001, 300_000)])
+    await sender.publish([Outgoing(service_name, forged)])
+    cut, large, whole = (delivery.message for delivery in await inbox.take(3))
+
+    assert (cut.body, cut.headers) == (b"x" * 4096, {"cc-size": 5001})
+    assert (large.body, large.headers) == (b"x" * 4096, {"cc-size": 300_000})
+    assert (whole.body, whole.headers) == (b"y" * 5000, {})
+
+
+async def test_browsed_body_over_the_limit_has_no_way_back(rig: Rig, service_name: str) -> None:
+    sender, broker = await rig.connect(), await rig.connect(max_body=5000)
+    await sender.declare_service(service_name)
+    dead = Names(service_name).dead
+    headers: dict[str, Any] = {"cc-reason": "undecodable", "cc-queue": service_name}
+    await sender.publish([Outgoing(dead, Message(b"x" * 9000, headers=headers))])
+    await until_depth(sender, dead, 1)
+
+    async with broker.browse(dead, 1) as letters:
+        message = letters[0].message
+    async with sender.browse(dead, 1) as letters:
+        whole = letters[0].message
+
+    assert message.headers == headers | {"cc-size": 9000}
+    with pytest.raises(OversizedMessage, match="9000 bytes, and 4096 were kept"):
+        revive(message)
+    assert revive(whole).message.body == b"x" * 9000
 
 
 async def test_broadcast_reaches_every_replica_and_nobody_listening_is_fine(rig: Rig, service_name: str) -> None:

@@ -9,17 +9,24 @@ nothing else may hang on that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-import structlog
 from aiormq.channel import Channel
-from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity, ChannelPreconditionFailed
+from aiormq.exceptions import (
+    ChannelAccessRefused,
+    ChannelLockedResource,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+)
 
+from coatcheck.broker import amqp_existing as existing
 from coatcheck.broker import topology
 from coatcheck.broker.amqp_address import AmqpAddress
 from coatcheck.broker.amqp_consumer import AmqpConsumer
+from coatcheck.broker.amqp_existing import Refusal, Value
 from coatcheck.broker.amqp_link import DRIVER_ERRORS, Uplink, genuine, translating
 from coatcheck.broker.amqp_publisher import Publisher
 from coatcheck.broker.amqp_replies import DirectReplies, is_direct_reply
@@ -29,14 +36,23 @@ from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.tasks import reap, spawn
 from coatcheck.broker.topology import Arguments, Names
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, UsageError
+from coatcheck.log import get_logger
 
 T = TypeVar("T")
-log = structlog.get_logger(__name__)
-
-Declaration = Callable[[Channel], Awaitable[None]]
+log = get_logger(__name__)
 
 ACKS_AT_ONCE = 24
 """How many acks of browsed messages are under way at a time; a quorum queue takes 32 before it puts them off."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is declared together. `is_own`: by this process for itself, also if it may not make queues of services."""
+
+    queues: Mapping[str, Arguments]
+    exchanges: Mapping[str, str] = field(default_factory=dict)
+    bindings: tuple[tuple[str, str, str], ...] = ()
+    is_own: bool = False
 
 
 class AmqpBroker(Broker):
@@ -54,7 +70,8 @@ class AmqpBroker(Broker):
         self._consumers: list[AmqpConsumer] = []
         self._single_active: set[str] = set()
         # How to make again what we declared, by queue. A queue may be deleted under us, or a broker come back empty.
-        self._declarations: dict[str, Declaration] = {}
+        self._declarations: dict[str, _Plan] = {}
+        self.odd_queues: dict[str, str] = {}
         self._own_queues: list[str] = []
         self._watchdog: asyncio.Task[None] | None = None
 
@@ -78,91 +95,149 @@ class AmqpBroker(Broker):
         watchdog, self._watchdog = self._watchdog, None
         await reap(watchdog)
         consumers, self._consumers = self._consumers, []
-        await asyncio.gather(*(consumer.stop() for consumer in consumers))
-        await self._delete_own_queues()
+        try:
+            async with asyncio.timeout(self._rpc_s):
+                await asyncio.gather(*(consumer.stop() for consumer in consumers))
+                await self._delete_own_queues()
+        except TimeoutError:  # the broker has everything unacked again, and own queues expire
+            if (link := self._consuming.link) is not None:
+                link.abort("no answer while stopping")
+            await asyncio.gather(*(consumer.abandon() for consumer in consumers))
         await self._publisher.stop()
-        await self._direct_replies.stop()
-        await asyncio.gather(self._publishing.stop(), self._consuming.stop())
+        await asyncio.gather(self._direct_replies.stop(), self._publishing.stop(), self._consuming.stop())
 
     # --- topology ---
 
     async def declare_service(self, service: str) -> None:
         names = Names(service)
-
-        async def declare(channel: Channel) -> None:
-            await channel.exchange_declare(topology.DEAD_EXCHANGE, exchange_type="direct", durable=True)
-            await channel.exchange_declare(names.broadcast, exchange_type="fanout", durable=True)
-            await _declare_queue(channel, names.dead, topology.dead_arguments())
-            await channel.queue_bind(names.dead, topology.DEAD_EXCHANGE, names.dead)
-            for queue in (names.requests, names.replies, names.control):
-                await _declare_queue(channel, queue, topology.service_arguments(names.dead))
-
-        async def check(channel: Channel) -> None:
-            await channel.exchange_declare(names.broadcast, passive=True)
-            await _check_queues(channel, *names.queues)
-
-        await self._declare(declare if self._settings.declares else check, *names.queues)
+        ours = dict.fromkeys((names.requests, names.replies, names.control), topology.service_arguments(names.dead))
+        await self._declare(
+            _Plan(
+                queues={names.dead: topology.dead_arguments(), **ours},
+                exchanges={topology.DEAD_EXCHANGE: "direct", names.broadcast: "fanout"},
+                bindings=((names.dead, topology.DEAD_EXCHANGE, names.dead),),
+            )
+        )
 
     async def declare_sweeper(self, queue: str = topology.SWEEPER_QUEUE) -> None:
-        async def declare(channel: Channel) -> None:
-            await _declare_queue(channel, queue, topology.sweeper_arguments())
-
-        async def check(channel: Channel) -> None:
-            await _check_queues(channel, queue)
-
-        await self._declare(declare if self._settings.declares else check, queue)
+        await self._declare(_Plan(queues={queue: topology.sweeper_arguments()}))
         self._single_active.add(queue)
 
     async def declare_replica(self, service: str) -> str:
         names = Names(service)
         queue = names.new_replica()
-
-        async def declare(channel: Channel) -> None:
-            if self._settings.declares:
-                await channel.exchange_declare(names.broadcast, exchange_type="fanout", durable=True)
-            await _declare_queue(channel, queue, topology.replica_arguments())
-            await channel.queue_bind(queue, names.broadcast)
-
-        await self._declare(declare, queue)
-        self._own_queues.append(queue)
-        return queue
+        return await self._declare_own(
+            _Plan(
+                queues={queue: topology.replica_arguments()},
+                exchanges={names.broadcast: "fanout"} if self._settings.declares else {},
+                bindings=((queue, names.broadcast, ""),),
+                is_own=True,
+            )
+        )
 
     async def declare_private(self) -> str:
-        queue = topology.new_private()
+        return await self._declare_own(
+            _Plan(queues={topology.new_private(): topology.private_arguments()}, is_own=True)
+        )
 
-        async def declare(channel: Channel) -> None:
-            await _declare_queue(channel, queue, topology.private_arguments())
-
-        await self._declare(declare, queue)
+    async def _declare_own(self, plan: _Plan) -> str:
+        await self._declare(plan)
+        (queue,) = plan.queues
         self._own_queues.append(queue)
         return queue
 
-    async def _declare(self, declare: Declaration, *queues: str) -> None:
-        try:
-            await self._on_channel(declare, f"declare {', '.join(queues)}")
-        except BrokerUnavailable as exc:
-            if isinstance(exc.__cause__, ChannelPreconditionFailed | ChannelAccessRefused):
-                raise InvalidSettings(f"the broker refuses to declare {', '.join(queues)}: {exc.__cause__}") from exc
-            if isinstance(exc.__cause__, ChannelNotFoundEntity):
-                raise InvalidSettings(
-                    f"not all of {', '.join(queues)} are there, and this process was told not to make them: "
-                    f"{exc.__cause__}; run `coatcheck declare` as a user who may"
-                ) from exc
-            raise
-        for queue in queues:
-            self._declarations[queue] = declare
+    async def _declare(self, plan: _Plan) -> None:
+        what = f"declare {', '.join(plan.queues)}"
+        while True:
+            try:
+                await self._on_channel(lambda channel: self._follow(plan, channel), what)
+                break
+            except BrokerUnavailable as exc:
+                if await self._make_do(plan, exc.__cause__):
+                    continue
+                if (refusal := _explain_refusal(plan, exc.__cause__)) is None:
+                    raise
+                raise refusal from exc
+        for queue in plan.queues:
+            self._declarations[queue] = plan
         # Made again, perhaps: then its consumers may be deaf.
         for consumer in self._consumers:
-            if consumer.queue in queues:
+            if consumer.queue in plan.queues:
                 consumer.refresh()
+
+    async def _follow(self, plan: _Plan, channel: Channel) -> None:
+        """Make what is planned, or see whether it is there: what we may not make, and what others made otherwise."""
+        makes = self._settings.declares or plan.is_own
+        for exchange, kind in plan.exchanges.items():
+            if makes:
+                await channel.exchange_declare(exchange, exchange_type=kind, durable=True)
+            elif kind == "fanout":  # the other one is the broker's business, when it has a letter
+                await channel.exchange_declare(exchange, passive=True)
+        for queue, arguments in plan.queues.items():
+            if makes and queue not in self.odd_queues:
+                await channel.queue_declare(queue, durable=True, arguments=dict(arguments))
+            else:  # needs no permission, and arguments are not compared
+                await channel.queue_declare(queue, passive=True)
+        for queue, exchange, key in plan.bindings if makes else ():
+            await channel.queue_bind(queue, exchange, key)
+
+    # --- queues that others made ---
+
+    async def _make_do(self, plan: _Plan, cause: BaseException | None) -> bool:
+        """See whether a plan that was refused can be followed after all, with a queue as it is. Raises InvalidSettings.
+
+        Each time one queue more is known to be odd, or none is any more, so this comes to an end.
+        """
+        if isinstance(cause, ChannelNotFoundEntity):  # an odd one has gone, and is made by us now
+            odd = [queue for queue in plan.queues if self.odd_queues.pop(queue, None) is not None]
+            return bool(odd)
+        refusal = existing.read_refusal(str(cause)) if isinstance(cause, ChannelPreconditionFailed) else None
+        if refusal is None or refusal.queue not in plan.queues or refusal.queue in self.odd_queues:
+            return False
+        queue, wanted = refusal.queue, plan.queues[refusal.queue]
+        differences = await self._find_differences(refusal, wanted)
+        self.odd_queues[queue] = text = existing.compare(wanted, differences)
+        log.warning("queue_used_as_it_is", queue=queue, differences=text)
+        return True
+
+    async def _find_differences(self, refusal: Refusal, wanted: Arguments) -> dict[str, Value]:
+        """What a queue has that was declared otherwise, as far as RabbitMQ tells."""
+        queue, tried = refusal.queue, dict(wanted)
+        found: dict[str, Value] = {}
+        for _ in range(existing.MOST_DIFFERENCES):
+            if why := existing.find_unfitness(refusal):
+                raise InvalidSettings(
+                    f"the queue {queue!r} is there and cannot be used: {why}; delete it on the broker when it is "
+                    "empty, or use another name"
+                )
+            found[refusal.argument] = refusal.current
+            if refusal.current is None:
+                tried.pop(refusal.argument, None)
+            else:
+                tried[refusal.argument] = refusal.current
+            again = await self._try_arguments(queue, tried) if refusal.is_told else None
+            if again is None or again.argument in found:
+                break
+            refusal = again
+        return found
+
+    async def _try_arguments(self, queue: str, arguments: Arguments) -> Refusal | None:
+        """Ask whether a queue has these arguments. None: it has, or nothing more can be learnt."""
+        try:
+            await self._on_channel(
+                lambda channel: channel.queue_declare(queue, durable=True, arguments=dict(arguments)),
+                f"declare {queue}",
+            )
+        except BrokerUnavailable as exc:
+            return existing.read_refusal(str(exc.__cause__))
+        return None
 
     async def _ensure_queue(self, queue: str) -> bool:
         """Make a queue of ours again. False: it never was one of ours."""
-        declare = self._declarations.get(queue)
-        if declare is None:
+        plan = self._declarations.get(queue)
+        if plan is None:
             return False
-        made = [name for name, other in self._declarations.items() if other is declare]
-        await self._declare(declare, *made)
+        await self._declare(plan)
         log.warning("queue_declared_again", queue=queue)
         return True
 
@@ -225,7 +300,7 @@ class AmqpBroker(Broker):
         async with translating(f"browse {queue!r}"):
             link = await self._consuming.get(self._rpc_s)
             channel = await link.channel(timeout_s=self._rpc_s)
-            session = Session(link, channel, queue, self.stats)
+            session = Session(link, channel, queue, self.stats, max_body=self._settings.max_body)
         try:
             deliveries: list[Delivery] = []
             async with translating(f"browse {queue!r}"), _explaining_names(f"browse {queue!r}"):
@@ -359,11 +434,14 @@ async def _explaining_names(what: str) -> AsyncIterator[None]:
         raise UsageError(f"{what}: AMQP cannot name such a queue ({exc})") from exc
 
 
-async def _check_queues(channel: Channel, *queues: str) -> None:
-    """Raise ChannelNotFoundEntity unless all are there. It needs no permission, and their arguments are not seen."""
-    for queue in queues:
-        await channel.queue_declare(queue, passive=True)
-
-
-async def _declare_queue(channel: Channel, queue: str, arguments: Arguments) -> None:
-    await channel.queue_declare(queue, durable=True, arguments=dict(arguments))
+def _explain_refusal(plan: _Plan, cause: BaseException | None) -> InvalidSettings | None:
+    """What the broker has against a plan. None: it is only away."""
+    queues = ", ".join(plan.queues)
+    if isinstance(cause, ChannelPreconditionFailed | ChannelAccessRefused | ChannelLockedResource):
+        return InvalidSettings(f"the broker refuses to declare {queues}: {cause}")
+    if isinstance(cause, ChannelNotFoundEntity):
+        return InvalidSettings(
+            f"not all of {queues} are there, and this process was told not to make them: {cause}; "
+            "run `coatcheck declare` as a user who may"
+        )
+    return None

@@ -20,7 +20,7 @@ import msgspec
 from pamqp import decode, encode
 from pamqp.exceptions import PAMQPException
 
-from coatcheck.broker.headers import BROKEN, MAY_PASS, QUEUE, REASON, arriving
+from coatcheck.broker.headers import BROKEN, MAY_PASS, QUEUE, REASON, SIZE, arriving
 from coatcheck.broker.port import HeaderValue, Message
 
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
@@ -28,7 +28,6 @@ FRAME_END = 0xCE
 FRAME_OVERHEAD = 8
 HEAD = struct.Struct(">BHI")
 METHOD_ID = struct.Struct(">I")
-BODY_SIZE = struct.Struct(">4xQ")  # in a header frame
 HEARTBEAT_FRAME = HEAD.pack(HEARTBEAT, 0, 0) + bytes((FRAME_END,))
 
 # Methods as class and number together, as they stand at the beginning of a method frame.
@@ -36,6 +35,12 @@ RETURN, DELIVER, GET_OK, GET_EMPTY = 0x3C0032, 0x3C003C, 0x3C0047, 0x3C0048
 ACK, NACK = 0x3C0050, 0x3C0078
 BLOCKED, UNBLOCKED = 0x0A003C, 0x0A003D
 CHANNEL_CLOSE, CHANNEL_CLOSE_OK = 0x140028, 0x140029
+START, TUNE = 0x0A000A, 0x0A001E
+# What a broker may send beside messages and confirms: of connections, channels, exchanges, queues, consumers, confirms.
+FROM_BROKERS = frozenset({START, TUNE, 0x0A0029, 0x0A0032, 0x0A0033, BLOCKED, UNBLOCKED, 0x0A0047})
+FROM_BROKERS |= {0x14000B, 0x140014, 0x140015, CHANNEL_CLOSE, CHANNEL_CLOSE_OK, 0x28000B, 0x280015, 0x28001F, 0x280033}
+FROM_BROKERS |= {0x32000B, 0x320015, 0x32001F, 0x320029, 0x320033, 0x3C000B, 0x3C0015, 0x3C001E, 0x3C001F, 0x3C006F}
+FROM_BROKERS |= {0x55000B}
 _PUBLISH, _BASIC = 0x3C0028, 60
 
 _PERSISTENT = bytes((2,))
@@ -45,6 +50,8 @@ _TIMESTAMP, _TYPE, _USER_ID, _APP_ID, _CLUSTER_ID = 0x0040, 0x0020, 0x0010, 0x00
 
 _SETTLE = struct.Struct(">BHIIQBB")
 _HEADER_START = struct.Struct(">HHQH")
+_ANNOUNCED = struct.Struct(">H2xQ")  # the class and the size, in a header frame
+_TUNE = struct.Struct(">IHIH")
 _HEADER_FRAME = struct.Struct(">BHIHHQ")
 _FLAGS, _LONG, _TAG, _TEXT = struct.Struct(">H"), struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">cI")
 _END = bytes((FRAME_END,))
@@ -67,6 +74,10 @@ _DECODE_ERRORS = (
 _MOST_HEADERS = 1000
 _MOST_NESTED = 8192
 """A stranger's header that takes longer to read than this is not read; RabbitMQ's own are far smaller."""
+
+
+class ProtocolViolated(ValueError):
+    """A broker sent what AMQP does not allow."""
 
 
 # --- what we write ---
@@ -112,10 +123,14 @@ def requeue_frame(channel: int, tag: int) -> bytes:
     return _SETTLE.pack(METHOD, channel, 13, NACK, tag, 2, FRAME_END)  # 2: requeue, and not multiple
 
 
+def method_frame(channel: int, payload: bytes) -> bytes:
+    return HEAD.pack(METHOD, channel, len(payload)) + payload + _END
+
+
 @lru_cache(maxsize=1024)
 def _publish_method(channel: int, exchange: str, routing_key: str, mandatory: bool) -> bytes:
     payload = struct.pack(">IH", _PUBLISH, 0) + _short(exchange) + _short(routing_key) + bytes((mandatory,))
-    return HEAD.pack(METHOD, channel, len(payload)) + payload + _END
+    return method_frame(channel, payload)
 
 
 def _properties(message: Message, message_id: str) -> bytes:
@@ -187,6 +202,31 @@ _HEADER_NAMES = {name: _short(name) for name in MAY_PASS}
 
 # --- what we read ---
 
+_CUT_OFF = (struct.error, IndexError)
+
+
+def read_body_size(header: bytes) -> int:
+    """How large a body a content header announces."""
+    try:
+        kind, size = _ANNOUNCED.unpack_from(header)
+    except struct.error as exc:
+        raise ProtocolViolated(f"a content header of {len(header)} bytes") from exc
+    if kind != _BASIC:
+        raise ProtocolViolated(f"a content header of class {kind}")
+    return int(size)
+
+
+def tune(payload: bytes, least: int, most: int) -> tuple[bytes, int]:
+    """A broker's tune with a limit for frames that we can live with, and that limit. The broker's 0 means none."""
+    try:
+        method, channel_max, frame_max, heartbeat = _TUNE.unpack(payload)
+    except struct.error as exc:
+        raise ProtocolViolated(f"a tune of {len(payload)} bytes") from exc
+    if 0 < frame_max < least:
+        raise ProtocolViolated(f"frames of at most {frame_max} bytes are offered; AMQP's least is {least}")
+    frame_max = min(frame_max or most, most)
+    return _TUNE.pack(method, channel_max, frame_max, heartbeat), frame_max
+
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):
     """A message off a queue, and what the broker says of it."""
@@ -205,9 +245,12 @@ def read_arrived(method: bytes, header: bytes, body: bytes, *, is_get: bool, is_
     Properties are whatever bytes the sender wrote; RabbitMQ does not look. A message whose properties cannot be read
     takes the road of all malformed messages, to the dead-letter queue.
     """
-    start = 4 if is_get else 5 + method[4]  # a delivery names its consumer first
-    tag = _TAG.unpack_from(method, start)[0]
-    is_redelivered = bool(method[start + 8])
+    try:
+        start = 4 if is_get else 5 + method[4]  # a delivery names its consumer first
+        tag = _TAG.unpack_from(method, start)[0]
+        is_redelivered = bool(method[start + 8])
+    except _CUT_OFF as exc:
+        raise ProtocolViolated("a delivery without its tag") from exc
     broken = None
     try:
         message, count, death = _read_message(header, body, is_dead=is_dead)
@@ -224,16 +267,22 @@ def read_arrived(method: bytes, header: bytes, body: bytes, *, is_get: bool, is_
 
 def read_confirm(method: bytes) -> tuple[int, bool]:
     """The tag of an ack or nack for what we published, and whether it speaks for all before it too."""
-    return _TAG.unpack_from(method, 4)[0], bool(method[12] & 1)
+    try:
+        return _TAG.unpack_from(method, 4)[0], bool(method[12] & 1)
+    except _CUT_OFF as exc:
+        raise ProtocolViolated("a confirm without its tag") from exc
 
 
 def read_returned(method: bytes, header: bytes) -> tuple[str, str | None]:
     """The routing key and message_id of a message that comes back because no queue would have it."""
-    at = 6  # method, reply code
-    for _ in range(2):  # reply text, exchange
-        at += 1 + method[at]
-    routing_key = method[at + 1 : at + 1 + method[at]].decode()
-    return routing_key, _read_message(header, b"", is_dead=False)[0].message_id
+    try:
+        at = 6  # method, reply code
+        for _ in range(2):  # reply text, exchange
+            at += 1 + method[at]
+        routing_key = method[at + 1 : at + 1 + method[at]].decode()
+        return routing_key, _read_message(header, b"", is_dead=False)[0].message_id
+    except _DECODE_ERRORS as exc:  # it is what we wrote
+        raise ProtocolViolated("a returned message that cannot be read") from exc
 
 
 def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message, Any, Mapping[str, Any] | None]:
@@ -242,7 +291,8 @@ def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message
     Raises ValueError or LookupError where properties run over the end.
     """
     at, fields, count, death = 14, _NO_FIELDS.copy(), None, None
-    for field, size in _layout(_HEADER_START.unpack_from(header)[3]):
+    _, _, announced, flags = _HEADER_START.unpack_from(header)
+    for field, size in _layout(flags):
         if size == _SHORT:
             start = at + 1
             at = start + header[at]
@@ -257,12 +307,15 @@ def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message
     if at > len(header):
         raise ValueError("properties end before their time")
     fields[0] = body
+    if announced != len(body) and body:  # of what is returned to us no body is kept, and none is missed
+        fields[_HEADERS_AT] = {**fields[_HEADERS_AT], SIZE: announced}
     return Message(*fields), count, death
 
 
 # A message's fields in their order, the body first: filled in by number, which takes a quarter less than by name.
 _NO_FIELDS: list[Any] = [getattr(Message(), name) for name in Message.__struct_fields__]
 _FIELDS = {name: at for at, name in enumerate(Message.__struct_fields__)}
+_HEADERS_AT = _FIELDS["headers"]
 
 _SHORT, _TABLE = -1, -2
 # Properties in their order, as far as we read: flag, name if it is ours to know, size.

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import structlog
 from aiormq.exceptions import ChannelNotFoundEntity
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
@@ -29,8 +28,9 @@ from coatcheck.broker.port import BrokerStats, Consumer
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.tasks import reap, spawn, wait_first
 from coatcheck.errors import BrokerUnavailable, CoatcheckError, UsageError
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class AmqpConsumer(Consumer):
@@ -94,12 +94,12 @@ class AmqpConsumer(Consumer):
         try:
             await self._until(lambda: self.is_consuming or self._failure is not None)
         except BaseException:
-            await self._abandon()
+            await self.abandon()
             raise
         if self.is_consuming:
             return
         failure = self._failure
-        await self._abandon()
+        await self.abandon()
         if isinstance(failure, ChannelNotFoundEntity):
             raise UsageError(f"there is no queue {self.queue!r}: declare it first") from failure
         if isinstance(failure, ValueError):
@@ -121,9 +121,9 @@ class AmqpConsumer(Consumer):
         self._wish.set()
         if self._task is not None and self._uplink.link is not None:
             # Bounded: cancel, acks and close are one answer each. After that the link is stuck, and the broker takes
-            # all back.
+            # all back. (A broker that stops has less patience with all of its consumers together.)
             await asyncio.wait([self._task], timeout=3 * self._rpc_s)
-        await self._abandon()
+        await self.abandon()
 
     def rebuild(self, reason: str) -> None:
         """Drop the channel and make another; what was unacked on it comes again."""
@@ -135,7 +135,8 @@ class AmqpConsumer(Consumer):
         self._is_refreshing = True
         self._wish.set()
 
-    async def _abandon(self) -> None:
+    async def abandon(self) -> None:
+        """End at once. What is unacked goes back when the channel is closed, or with the link."""
         self._is_stopping = True
         await reap(self._task)
 
@@ -177,7 +178,13 @@ class AmqpConsumer(Consumer):
         try:
             channel = await link.channel(timeout_s=self._rpc_s)
             session = Session(
-                link, channel, self.queue, self._stats, on_delivery=self._on_delivery, on_idle=self._on_idle
+                link,
+                channel,
+                self.queue,
+                self._stats,
+                max_body=self._settings.max_body,
+                on_delivery=self._on_delivery,
+                on_idle=self._on_idle,
             )
             self.session = session
             session.channel.on_consumer_cancel_callbacks.add(lambda _: self.rebuild("cancelled by the broker"))
@@ -294,6 +301,7 @@ class AmqpConsumer(Consumer):
     async def _consume(self, session: Session) -> None:
         session.last_delivery_at_s = asyncio.get_running_loop().time()
         self._is_subscribing = True
+        session.allow(self.prefetch)
         try:
             consuming = session.channel.basic_consume(self.queue, _never, timeout=self._rpc_s)
             self._tag = (await genuine(consuming)).consumer_tag

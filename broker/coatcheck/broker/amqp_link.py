@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import aiormq
-import structlog
 from aiormq.channel import Channel
 from aiormq.connection import Connection
 from aiormq.exceptions import AMQPChannelError, AMQPError, ChannelInvalidStateError
@@ -31,9 +30,10 @@ from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.tasks import reap, spawn, wait_first
 from coatcheck.broker.uplink import AnyUplink
 from coatcheck.errors import BrokerUnavailable
+from coatcheck.log import get_logger
 
 T = TypeVar("T")
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 DRIVER_ERRORS = (AMQPError, ChannelInvalidStateError, OSError, RuntimeError)
 _REFUSALS = (
@@ -42,6 +42,7 @@ _REFUSALS = (
     aiormq.exceptions.ConnectionNotAllowed,
 )
 _HARD_CLOSE_AFTER_S = 3.0
+_NEEDED = ("publisher_confirms", "basic.nack", "consumer_cancel_notify")
 
 
 # --- errors ---
@@ -119,7 +120,7 @@ class Link:
     async def open(cls, address: AmqpAddress, settings: BrokerSettings, *, role: str, stats: BrokerStats) -> Link:
         """Connect, handshake included. Raises a driver error after `connect_timeout`."""
         link = cls(role, stats)
-        link._factory = WireFactory(address.context, link._on_alarm)
+        link._factory = WireFactory(address.context, on_alarm=link._on_alarm, on_violation=link.abort)
         connection = Connection(
             address.url.with_query(
                 heartbeat=str(int(settings.heartbeat.total_seconds())), name=f"{settings.name} {role}"
@@ -130,8 +131,11 @@ class Link:
         try:
             async with asyncio.timeout(settings.connect_timeout.total_seconds()):
                 await genuine(connection.connect())
-        except BaseException:
+            _check_capabilities(connection)
+        except BaseException as exc:
             link._hang_up()
+            if link.lost.is_set() and isinstance(exc, Exception):  # the driver sees the end of it, not the cause
+                raise ConnectionError(link.reason) from exc
             raise
         link._connection = connection
         link.frame_max = connection.connection_tune.frame_max or 0
@@ -197,6 +201,8 @@ class Link:
 
     def _on_alarm(self, is_blocked: bool) -> None:
         """The broker is short of memory or disk and reads nothing we publish, until it says otherwise."""
+        if is_blocked != self.unblocked.is_set():
+            return  # known
         if not is_blocked:
             self.unblocked.set()
             return
@@ -243,6 +249,14 @@ class Link:
             for callback in callbacks:
                 callback()
         self.unblocked.set()  # nobody waits for a connection that is gone
+
+
+def _check_capabilities(connection: Connection) -> None:
+    """Raise ConnectionError for a broker without what we rely on. The driver would fall over it later."""
+    offered = connection.server_properties.get("capabilities")
+    lacking = [name for name in _NEEDED if not (isinstance(offered, dict) and offered.get(name))]
+    if lacking:
+        raise ConnectionError(f"the broker lacks {' and '.join(lacking)}; RabbitMQ 3.10 or newer is needed")
 
 
 # --- and the next one ---

@@ -1,29 +1,29 @@
 """Publishing: a batch goes out as one buffer on a confirm channel, and every message learns its own fate.
 
-Each message ends in one of four ways: confirmed (ROUTED), returned and confirmed (NO_ROUTE), refused (nack), or
-unknown because the connection went away or the time was over. Unknown ones are sent again while time is left, on the
-next connection: a duplicate is harmless by design, a loss is not.
+Each message ends in one of four ways: confirmed (ROUTED), returned and confirmed (NO_ROUTE), not taken by its queue
+(REFUSED), or unknown because the connection went away. Unknown ones are sent again while time is left, on the next
+connection: a duplicate is harmless by design, a loss is not.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NoReturn, cast
+from typing import cast
 
-import structlog
-from aiormq.exceptions import ConnectionInternalError, DeliveryError
+from aiormq.exceptions import ConnectionInternalError
 
 from coatcheck.broker.amqp_lane import Attempt, Fate, Lane
 from coatcheck.broker.amqp_link import DRIVER_ERRORS, Link, Uplink, describe, is_channel_error
 from coatcheck.broker.headers import REASON
-from coatcheck.broker.port import BrokerStats, Outgoing, Routing
+from coatcheck.broker.port import BrokerStats, Outgoing, Routing, count_routings
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.tasks import reap, wait_first
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, OversizedMessage
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _MAX_NAME_BYTES = 255
 _RETRY_PAUSE_S = 0.05
@@ -52,8 +52,7 @@ class Publisher:
         while missing := [index for index, fate in enumerate(fates) if not isinstance(fate, Routing)]:
             await self._attempt(batch, missing, fates, deadline)
         routings = cast("list[Routing]", fates)
-        self._stats.published_count += len(routings)
-        self._stats.no_route_count += routings.count(Routing.NO_ROUTE)
+        count_routings(self._stats, routings)
         return routings
 
     async def stop(self) -> None:
@@ -78,8 +77,7 @@ class Publisher:
         attempt = Attempt(fates, len(missing))
         for lane, part in zip(lanes, by_exchange.values(), strict=True):
             lane.send(part, attempt)
-        if not await attempt.finish(deadline):
-            self._give_up(link, len(missing), lanes)
+        await attempt.finish()
         failure = next((fate for index in missing if isinstance(fate := fates[index], BaseException)), None)
         if failure is not None:
             await self._pause_or_fail(failure, deadline)
@@ -102,21 +100,12 @@ class Publisher:
         if isinstance(exc, ValueError) and not isinstance(exc, OSError):
             raise MalformedMessage("unencodable", f"AMQP cannot carry it: {exc}") from exc
         is_over = asyncio.get_running_loop().time() + _RETRY_PAUSE_S >= deadline
-        # A channel closed for cause, a nack, a server that crashed over a message: the next attempt would end alike.
-        if is_over or is_channel_error(exc) or isinstance(exc, DeliveryError | ConnectionInternalError):
+        # A channel closed for cause, a server that crashed over a message: the next attempt would end alike.
+        if is_over or is_channel_error(exc) or isinstance(exc, ConnectionInternalError):
             raise self._unavailable(describe(exc)) from exc
         if not isinstance(exc, DRIVER_ERRORS) and type(exc) is not Exception:
             raise exc
         await asyncio.sleep(_RETRY_PAUSE_S)
-
-    def _give_up(self, link: Link, count: int, lanes: Iterable[Lane] = ()) -> NoReturn:
-        # Blocked: the broker will read what it has from us when it can; the sends stay in flight, so that a late return
-        # finds its own message. Confirming others: it is slow, and a new connection would not make it faster. Otherwise
-        # the connection is stuck, and dropping it is the quickest way to a good one.
-        silent_s = self._settings.publish_timeout.total_seconds() / 2
-        if link.unblocked.is_set() and all(lane.is_stuck(silent_s) for lane in lanes):
-            link.abort("publishes were not confirmed in time")
-        raise self._unavailable(f"not all of {count} messages were confirmed in time")
 
     def _unavailable(self, why: str) -> BrokerUnavailable:
         self._stats.publish_failure_count += 1
@@ -133,14 +122,15 @@ class Publisher:
         if not opening.done():
             await asyncio.wait([opening], timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
         if not opening.done():
-            self._give_up(link, 1)
+            link.abort("a channel was not opened in time")
+            raise self._unavailable("the broker did not open a channel in time")
         if opening.cancelled():
             raise ConnectionError("the publisher was stopped")
         return opening.result()
 
     async def _open_lane(self, link: Link, exchange: str) -> Lane:
         channel = await link.channel(confirms=True, timeout_s=self._settings.rpc_timeout.total_seconds())
-        return Lane(link, channel, exchange)
+        return Lane(link, channel, exchange, timeout_s=self._settings.publish_timeout.total_seconds())
 
 
 def _is_usable(opening: asyncio.Task[Lane], link: Link) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pamqp.frame
-import structlog
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
@@ -20,9 +19,10 @@ from coatcheck.broker import amqp_codec as codec
 from coatcheck.broker.amqp_link import Link, describe
 from coatcheck.broker.amqp_wire import Receiver
 from coatcheck.broker.port import BrokerStats, Delivery
+from coatcheck.log import get_logger
 from coatcheck.points import reach
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 OnDelivery = Callable[[Delivery], None]
 
@@ -66,6 +66,8 @@ class Session(Receiver):
     What is settled within one turn of the event loop is written together at its end.
     """
 
+    takes = frozenset({codec.DELIVER, codec.GET_OK, codec.GET_EMPTY})
+
     def __init__(
         self,
         link: Link,
@@ -73,12 +75,14 @@ class Session(Receiver):
         queue: str,
         stats: BrokerStats,
         *,
+        max_body: int,
         on_delivery: OnDelivery | None = None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.link = link
         self.channel = channel
         self.queue = queue
+        self.max_body = max_body
         self.lost = asyncio.Event()
         self.reason = ""
         self.last_delivery_at_s = 0.0
@@ -89,6 +93,8 @@ class Session(Receiver):
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._unacked: dict[int, None] = {}  # in order of delivery: tags only grow
+        self._last_tag = 0
+        self._most_unacked = 0
         self._acks: set[int] = set()
         self._requeues: list[int] = []
         self._is_flush_due = False
@@ -122,16 +128,30 @@ class Session(Receiver):
         if arrived.broken is not None:
             self._stats.undecodable_count += 1
             log.warning("message_properties_undecodable", error=arrived.broken, body_size=len(body))
-        self._unacked[arrived.tag] = None
+        self._note(arrived.tag, is_get=is_get)
         delivery = AmqpDelivery(arrived, self)
         if is_get:
             self._answer(delivery)
         else:
             self._deliver(delivery)
 
+    def allow(self, prefetch: int) -> None:
+        """Expect deliveries, so many unacked at a time. Those that are out by now are another consumer's.
+
+        Twice as many are borne, for who counts how is the broker's business; a broker that does not count is not.
+        """
+        self._most_unacked = len(self._unacked) + 2 * prefetch
+
+    def _note(self, tag: int, *, is_get: bool) -> None:
+        if tag <= self._last_tag:
+            raise codec.ProtocolViolated(f"delivery tag {tag} after {self._last_tag}")
+        if self._getting is None if is_get else len(self._unacked) >= self._most_unacked:
+            raise codec.ProtocolViolated(f"more messages from {self.queue!r} than were asked for")
+        self._last_tag = tag
+        self._unacked[tag] = None
+
     def on_method(self, method: int, args: bytes) -> None:
-        if method == codec.GET_EMPTY:
-            self._answer(None)
+        self._answer(None)  # the one there is: the queue is empty
 
     def on_close(self) -> None:
         self._is_closed = True

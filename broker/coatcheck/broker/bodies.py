@@ -8,7 +8,6 @@ not depend on how we would have written them. Nothing here executes what it read
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +16,7 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
+from coatcheck.decoding import DEEPEST, TooDeep, decode_any_json, decode_cbor, decode_json, decode_msgpack
 from coatcheck.errors import InvalidSettings, MalformedMessage, OversizedMessage
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ CONTENT_TYPES = {
     BodyFormat.TEXT: "text/plain; charset=utf-8",
     BodyFormat.BYTES: "application/octet-stream",
 }
+_KEPT_BYTES = 4096
+"""Values of larger bodies are not kept while they wait: hundreds do at a time."""
 _DIGESTS = {form: hashlib.sha256(form.encode() + b"\0") for form in BodyFormat}
 PROBLEM = "application/problem+json"
 
@@ -64,9 +66,9 @@ class Limits:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise InvalidSettings(f"{name} is {value!r}; it must be an int of at least 1")
-        if self.max_depth > 400:
+        if self.max_depth > DEEPEST:
             raise InvalidSettings(
-                f"max_depth is {self.max_depth}; it must be at most 400, or decoding exhausts the stack"
+                f"max_depth is {self.max_depth}; it must be at most {DEEPEST}, or decoding exhausts the stack"
             )
 
 
@@ -98,6 +100,7 @@ class Body(msgspec.Struct):
         """Give the value, or an object of `type`. Raises `MalformedMessage` (`does_not_fit`) if it does not fit.
 
         The value built on arrival is handed out once; later calls decode afresh, so no two callers share a list.
+        That of a large body is built afresh each time, for a value can take 89 times as much memory as its bytes.
         """
         value, self._value = self._value, _UNSET
         if value is _UNSET:
@@ -105,7 +108,7 @@ class Body(msgspec.Struct):
         if type is Any:
             return value
         try:
-            return msgspec.convert(value, type, strict=True, str_keys=self.content_type is BodyFormat.JSON)
+            return msgspec.convert(value, type, strict=True, str_keys=True)  # keys are text in every format
         except msgspec.ValidationError as exc:
             raise MalformedMessage("does_not_fit", str(exc)) from exc
 
@@ -150,7 +153,11 @@ def parse_body(
     if not content_type:
         return _sniff(raw, limits)
     form = find_format(content_type)
-    return Body(form, raw, _decode_checked(raw, form, limits))
+    return _checked(form, raw, _decode(raw, form, limits.max_depth))
+
+
+def _checked(form: BodyFormat, raw: bytes, value: Any) -> Body:
+    return Body(form, raw, value if len(raw) <= _KEPT_BYTES else _UNSET)
 
 
 @lru_cache(maxsize=256)
@@ -168,21 +175,29 @@ def find_format(content_type: str) -> BodyFormat:
         form = BodyFormat.TEXT
     else:
         return BodyFormat.BYTES
-    charset = re.search(r"charset\s*=\s*\"?([^\s\";]+)", parameters)
-    if charset and charset[1] not in _UTF8_CHARSETS:
-        raise MalformedMessage("unsupported_charset", f"charset {charset[1][:64]!r}; send UTF-8")
+    charset = _find_charset(parameters)
+    if charset and charset not in _UTF8_CHARSETS:
+        raise MalformedMessage("unsupported_charset", f"charset {charset[:64]!r}; send UTF-8")
     return form
+
+
+def _find_charset(parameters: str) -> str | None:
+    for each in parameters.split(";"):
+        name, _, value = each.partition("=")
+        if name.strip() == "charset":
+            return value.strip(' \t"')
+    return None
 
 
 def _sniff(raw: bytes, limits: Limits) -> Body:
     """Read a body without content type: JSON, else UTF-8 text, else bytes. RabbitMQ's tutorial sends such bodies."""
     try:
-        return Body(_JSON, raw, _decode_checked(raw, _JSON, limits))
+        return _checked(_JSON, raw, _decode(raw, _JSON, limits.max_depth))
     except MalformedMessage as exc:
         if exc.code == "too_deep" and not _is_undecodable(raw):
             raise
     try:
-        return Body(BodyFormat.TEXT, raw, raw.decode())
+        return _checked(BodyFormat.TEXT, raw, raw.decode())
     except UnicodeDecodeError:
         return Body(BodyFormat.BYTES, raw, raw)
 
@@ -190,28 +205,23 @@ def _sniff(raw: bytes, limits: Limits) -> Body:
 def _is_undecodable(raw: bytes) -> bool:
     """Tell text that merely has many brackets from JSON that is too deep."""
     try:
-        _decode(raw, BodyFormat.JSON)
-    except MalformedMessage as exc:
-        return exc.code == "undecodable"
+        decode_any_json(raw)
+    except RecursionError:
+        return False
+    except ValueError:
+        return True
     return False
 
 
-def _decode_checked(raw: bytes, form: BodyFormat, limits: Limits) -> Any:
-    if form is _JSON:
-        if _is_json_deeper_than(raw, limits.max_depth):
-            raise MalformedMessage("too_deep", f"nested deeper than {limits.max_depth}")
-        return _decode(raw, form)
-    value = _decode(raw, form)
-    if form is BodyFormat.MSGPACK or form is BodyFormat.CBOR:
-        _check_tree(value, limits.max_depth, max_nodes=len(raw))
-    return value
-
-
-def _decode(raw: bytes, form: BodyFormat) -> Any:
+def _decode(raw: bytes, form: BodyFormat, max_depth: int = DEEPEST) -> Any:
     try:
-        return _DECODERS[form](raw)
+        return _DECODERS[form](raw, max_depth)
+    except TooDeep as exc:
+        raise MalformedMessage("too_deep", str(exc)) from exc
     except RecursionError as exc:
         raise MalformedMessage("too_deep", "nested deeper than the decoder can follow") from exc
+    except ImportError as exc:
+        raise MalformedMessage("unsupported_content_type", _NEEDS_CBOR) from exc
     except (ValueError, TypeError, OverflowError) as exc:
         raise MalformedMessage("undecodable", f"not {form}: {str(exc)[:200]}") from exc
 
@@ -230,101 +240,19 @@ def _encode(value: Any, form: BodyFormat) -> bytes:
             return bytes(value)
 
 
-def _decode_cbor(raw: bytes) -> Any:
-    """Read CBOR without what lets a short message take minutes: long numbers, shared values, keys whose hashes collide.
-
-    Keys must be text or bytes, for hashes of numbers can be chosen; those of texts are salted.
-    """
-    cbor2 = _cbor()
-    try:
-        return cbor2.loads(raw, semantic_decoders=_CBOR_TAGS, strict_hashable_types=True)
-    except cbor2.CBORDecodeError as exc:  # its subclasses are not all ValueErrors
-        # Its own text names the kind of value; what caused it may quote the value, unless it is ours.
-        raise ValueError(str(exc.__cause__ if isinstance(exc.__cause__, _Refusal) else exc)) from exc
-
-
-class _Refusal(ValueError):
-    """What CBOR can say and we do not read."""
-
-
-def _refuse_tag(_value: Any, _is_immutable: bool) -> Any:
-    raise _Refusal("shared references, patterns and mails are not read; send plain values")
-
-
-def _decode_bignum(digits: Any, _is_immutable: bool) -> int:
-    """Read a large number as far as JSON may go. Fractions and decimals of longer ones take the CPU for minutes."""
-    if not isinstance(digits, bytes) or len(digits) > _MAX_BIGNUM_BYTES:
-        raise _Refusal(f"a number of more than {_MAX_BIGNUM_BYTES} bytes")
-    return int.from_bytes(digits, "big")
-
-
-_MAX_BIGNUM_BYTES = 1785  # 4,299 digits; Python refuses to print more than 4,300
-_CBOR_TAGS = {
-    2: _decode_bignum,
-    3: lambda digits, is_immutable: -1 - _decode_bignum(digits, is_immutable),
-    # string references, shared values, regular expressions, MIME messages
-    **dict.fromkeys((25, 28, 29, 35, 36, 256), _refuse_tag),
+_DECODERS: dict[BodyFormat, Callable[[bytes, int], Any]] = {
+    BodyFormat.JSON: decode_json,
+    BodyFormat.MSGPACK: decode_msgpack,
+    BodyFormat.CBOR: decode_cbor,
+    BodyFormat.TEXT: lambda raw, _: raw.decode(),
+    BodyFormat.BYTES: lambda raw, _: bytes(raw),
 }
-
-
-_DECODERS: dict[BodyFormat, Callable[[bytes], Any]] = {
-    BodyFormat.JSON: msgspec.json.Decoder().decode,
-    BodyFormat.MSGPACK: msgspec.msgpack.Decoder().decode,
-    BodyFormat.CBOR: _decode_cbor,
-    BodyFormat.TEXT: bytes.decode,
-    BodyFormat.BYTES: bytes,
-}
+_NEEDS_CBOR = "CBOR needs `pip install coatcheck[cbor]`"
 
 
 def _cbor() -> Any:
     try:
         import cbor2
     except ImportError as exc:
-        raise MalformedMessage("unsupported_content_type", "CBOR needs `pip install coatcheck[cbor]`") from exc
+        raise MalformedMessage("unsupported_content_type", _NEEDS_CBOR) from exc
     return cbor2
-
-
-_JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_SQUARE = bytes.maketrans(b"{}", b"[]")
-
-
-def _is_json_deeper_than(raw: bytes, depth: int) -> bool:
-    """Tell whether brackets outside strings nest deeper than `depth`, at the speed of `bytes.replace`.
-
-    Each pass removes the innermost pairs, so what is left after `depth` passes is too deep. Unbalanced input is left
-    to the decoder, which refuses it: it only gets here if it has many brackets, and then its depth is unknown, so we
-    say too deep.
-    """
-    if raw.find(b"[", 1) < 0 and raw.find(b"{", 1) < 0:  # it is flat; seen in a fifth of the time that counting takes
-        return False
-    if raw.count(b"[") + raw.count(b"{") <= depth:
-        return False
-    brackets = _JSON_STRING.sub(b"", raw).translate(_SQUARE, _NOT_BRACKETS)
-    for _ in range(depth):
-        if not brackets:
-            return False
-        brackets = brackets.replace(b"[]", b"")
-    return bool(brackets)
-
-
-def _check_tree(value: Any, max_depth: int, *, max_nodes: int) -> None:
-    """Walk a value level by level.
-
-    CBOR can share and loop: more nodes than bytes were not sent, they were multiplied.
-    """
-    level = [value] if isinstance(value, dict | list | tuple | set | frozenset) else []
-    count = 0
-    for _ in range(max_depth):
-        if not level:
-            return
-        below: list[Any] = []
-        for node in level:
-            children = [*node.keys(), *node.values()] if isinstance(node, dict) else node
-            count += len(children)
-            below.extend(it for it in children if isinstance(it, dict | list | tuple | set | frozenset))
-        if count > max_nodes:
-            raise MalformedMessage("undecodable", "shared references multiply its size")
-        level = below
-    if level:
-        raise MalformedMessage("too_deep", f"nested deeper than {max_depth}")

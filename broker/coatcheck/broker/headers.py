@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from coatcheck.broker.bodies import Limits
 from coatcheck.broker.port import HeaderValue, Message
-from coatcheck.errors import MalformedMessage
+from coatcheck.errors import MalformedMessage, OversizedMessage
 
 VERSION = 1
 
@@ -27,13 +27,20 @@ REASON = "cc-reason"
 DETAIL = "cc-detail"
 QUEUE = "cc-queue"
 DEAD_AT = "cc-dead-at"
-DEAD_HEADERS = frozenset({REASON, DETAIL, QUEUE, DEAD_AT})
+SIZE = "cc-size"
+"""Set by an adapter on a message whose body was over its limit and came without its end: the size it was sent with."""
+DEAD_HEADERS = frozenset({REASON, DETAIL, QUEUE, DEAD_AT, SIZE})
+
+KEPT_OF_OVERSIZED = 4096
+"""So many bytes of a body over the limit are kept: enough for a person to see what it was."""
 
 AUTHORIZATION = "authorization"
 """The requester's token, `Bearer …`. It is shown to the app's `identify` and goes no further."""
 
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
-_MAX_TRACESTATE = 512
+# Printable ASCII, as the standard has it: Postgres refuses a NUL, and terminals obey other control characters.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[ -~]*)?")
+_TRACESTATE = re.compile(r"[ -~]{1,512}")
+_MAX_PROPERTY = 255
 _MAX_DETAIL = 500
 _MAX_TOKEN = 16 * 1024
 MAY_PASS = frozenset(
@@ -64,7 +71,7 @@ def may_arrive(header: str, *, is_dead: bool) -> bool:
     """Tell whether a header is read off a queue.
 
     A reason is believed of a dead letter only: on anything else it is the sender's own, and would outlive it to tell a
-    redrive where to go. A token is never read off a dead letter.
+    redrive where to go. So is `cc-size`. A token is never read off a dead letter.
     """
     return header in arriving(is_dead=is_dead)
 
@@ -93,6 +100,9 @@ class Head:
         broken = headers.get(BROKEN)
         if broken is not None:
             raise MalformedMessage("bad_properties", str(broken)[:_MAX_DETAIL] or "said to be broken")
+        size = headers.get(SIZE)
+        if size is not None:
+            raise OversizedMessage("oversized", f"body of {str(size)[:20]} bytes; the limit is {self.limits.max_body}")
         version = headers.get(CONTRACT)
         if version is not None and (isinstance(version, bool) or str(version) != str(VERSION)):
             raise MalformedMessage("wrong_version", f"{CONTRACT} {str(version)[:64]!r}; this is version {VERSION}")
@@ -101,6 +111,8 @@ class Head:
         value: str | None = getattr(self.message, name)
         if value and "\0" in value:  # Postgres refuses it in any text
             raise MalformedMessage("bad_property", f"{name} contains a NUL character")
+        if value and len(value) > _MAX_PROPERTY // 4 and len(value.encode()) > _MAX_PROPERTY:
+            raise MalformedMessage("bad_property", f"{name} is over {_MAX_PROPERTY} bytes; AMQP takes no more")
         return value or None
 
     def find_text(self, name: str) -> str | None:
@@ -170,7 +182,7 @@ class Head:
 
     def find_tracestate(self) -> str | None:
         value = self.message.headers.get("tracestate")
-        if not isinstance(value, str) or len(value) > _MAX_TRACESTATE or not value.isprintable():
+        if not isinstance(value, str) or not _TRACESTATE.fullmatch(value):
             return None
         return value if self.find_traceparent() else None
 

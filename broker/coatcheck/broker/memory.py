@@ -5,7 +5,8 @@ semantics that matter: messages stay in the server until acked, a lost consumer 
 deliveries are counted, a message over the limit goes to the dead queue, prefetch bounds what is out, an unknown queue
 is NO_ROUTE. What it cannot keep is durability.
 
-Two ways to fail on purpose: `cut()` loses the connection for a moment, `go_dark()` until `come_back()`.
+Three ways to fail on purpose: `cut()` loses the connection for a moment, `go_dark()` until `come_back()`, and a queue
+under `MemoryServer.limit` refuses what it has no room for.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-import structlog
 from msgspec.structs import replace
 
 from coatcheck.broker import topology
-from coatcheck.broker.headers import MAY_PASS, QUEUE, REASON, arriving
+from coatcheck.broker.headers import KEPT_OF_OVERSIZED, MAY_PASS, QUEUE, REASON, SIZE, arriving
 from coatcheck.broker.port import (
     Broker,
     BrokerStats,
@@ -33,13 +33,15 @@ from coatcheck.broker.port import (
     Message,
     Outgoing,
     Routing,
+    count_routings,
     new_message_id,
 )
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import Names
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, OversizedMessage, UsageError
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 # --- the server ---
@@ -59,9 +61,14 @@ class _Queue:
     delivery_limit: int | None = None
     dead: str | None = None
     is_single_active: bool = False
+    max_length: int | None = None
     ready: deque[_Entry] = field(default_factory=deque)
     consumers: list[MemoryConsumer] = field(default_factory=list)
     turn: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.max_length is not None and len(self.ready) >= self.max_length
 
 
 class MemoryServer:
@@ -78,13 +85,20 @@ class MemoryServer:
         message = _as_sent(outgoing.message)
         names = self.fanouts.get(outgoing.to, ()) if outgoing.is_broadcast else (outgoing.to,)
         found = [self.queues[name] for name in names if name in self.queues]
-        for queue in found:
+        with_room = [queue for queue in found if not queue.is_full]
+        for queue in with_room:
             if outgoing.delay is None:
                 self._put(queue, message)
             else:
                 asyncio.get_running_loop().call_later(outgoing.delay.total_seconds(), self._put, queue, message)
         is_known = bool(found) or (outgoing.is_broadcast and outgoing.to in self.fanouts)
+        if len(with_room) < len(found):
+            return Routing.REFUSED
         return Routing.ROUTED if is_known else Routing.NO_ROUTE
+
+    def limit(self, queue: str, max_length: int | None) -> None:
+        """Let a queue refuse what comes while so many messages are ready in it; None: take everything again."""
+        self.queues[queue].max_length = max_length
 
     def _put(self, queue: _Queue, message: Message) -> None:
         queue.ready.append(_Entry(message))
@@ -173,10 +187,14 @@ class _Holder:
         self.session = _Session()
 
     def read(self, message: Message) -> Message:
-        """A message as it arrives from this queue, without the headers that may not."""
-        if message.headers.keys() <= self._headers:
-            return message
-        return replace(message, headers=_only(message.headers, self._headers))
+        """A message as it arrives from this queue, without the headers that may not, and without an oversized body."""
+        if not message.headers.keys() <= self._headers:
+            message = replace(message, headers=_only(message.headers, self._headers))
+        size = len(message.body)
+        if size > (limit := self._broker.max_body):
+            body = message.body[: min(limit, KEPT_OF_OVERSIZED)]
+            message = replace(message, body=body, headers={**message.headers, SIZE: size})
+        return message
 
     def take(self, entry: _Entry) -> MemoryDelivery:
         tag = next(self._tags)
@@ -437,8 +455,12 @@ class MemoryBroker(Broker):
         consumer.attach()
         return consumer
 
+    @property
+    def max_body(self) -> int:
+        return self._settings.max_body
+
     async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-        limit = self._settings.max_body
+        limit = self.max_body
         for outgoing in batch:
             size = len(outgoing.message.body)
             if size > limit and REASON not in outgoing.message.headers:
@@ -450,8 +472,7 @@ class MemoryBroker(Broker):
             self.stats.publish_failure_count += 1
             raise
         routings = [self.server.route(outgoing) for outgoing in batch]
-        self.stats.published_count += len(routings)
-        self.stats.no_route_count += routings.count(Routing.NO_ROUTE)
+        count_routings(self.stats, routings)
         return routings
 
     @asynccontextmanager

@@ -78,6 +78,8 @@ class Routing(StrEnum):
 
     ROUTED = "routed"
     NO_ROUTE = "no_route"
+    REFUSED = "refused"
+    """Its queue did not take it: it is full, or away. It may have arrived all the same; others are not concerned."""
 
 
 class Delivery(ABC):
@@ -151,6 +153,7 @@ class BrokerStats:
     blocked_count: int = 0
     published_count: int = 0
     no_route_count: int = 0
+    refused_count: int = 0
     publish_failure_count: int = 0
     delivered_count: int = 0
     redelivered_count: int = 0
@@ -162,10 +165,22 @@ class BrokerStats:
     watchdog_rebuild_count: int = 0
 
 
+def count_routings(stats: BrokerStats, routings: Sequence[Routing]) -> None:
+    """Count what became of a batch."""
+    stats.no_route_count += routings.count(Routing.NO_ROUTE)
+    refused_count = routings.count(Routing.REFUSED)
+    stats.refused_count += refused_count
+    stats.published_count += len(routings) - refused_count
+
+
 class Broker(ABC):
     """A connection to a message broker that heals itself while it is started."""
 
     stats: BrokerStats
+    odd_queues: Mapping[str, str] = MappingProxyType({})
+    """Queues that were declared and that another program had made otherwise: how they differ, and what is lost by it.
+    They are used as they are.
+    """
 
     @property
     @abstractmethod
@@ -184,7 +199,8 @@ class Broker(ABC):
     async def declare_service(self, service: str) -> None:
         """Make the four queues of a service, its dead-letter route and its broadcast. Safe for ten replicas at once.
 
-        With the setting `declares` off it makes nothing. Raises InvalidSettings if it may not, or if they are missing.
+        A queue that is there is used as it is, if it can keep messages; see `odd_queues`. With the setting `declares`
+        off it makes nothing. Raises InvalidSettings if it may not, if they are missing, or if one cannot be used.
         """
 
     @abstractmethod
@@ -219,9 +235,10 @@ class Broker(ABC):
     async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
         """Hand a batch over, persistent, mandatory and confirmed, and say what became of each.
 
-        Raises `BrokerUnavailable` when not all were confirmed within `publish_timeout`; then any of them may or may
-        not have arrived. Raises `OversizedMessage` before anything is sent. Cancelling the caller does not call
-        anything back.
+        A queue that does not take a message is that message's fate (REFUSED), and holds up neither its neighbours nor
+        other callers. Raises `BrokerUnavailable` when the connection is lost, blocked or silent for `publish_timeout`;
+        then any of the batch may or may not have arrived. Raises `OversizedMessage` before anything is sent.
+        Cancelling the caller does not call anything back. Many callers at once share what a batch costs.
         """
 
     @abstractmethod

@@ -31,7 +31,7 @@ class BrokerSettings:
     watchdog_interval: timedelta = timedelta(seconds=30)
     """A consumer silent for this long, with room, on a queue that is not empty, is rebuilt."""
     max_body: int = MEBIBYTE
-    """The largest body published. Dead letters are exempt: what was too large on arrival is kept as it came."""
+    """The largest body published; dead letters are exempt. Of a larger one that arrives, only the beginning is read."""
     declares: bool = True
     """Make the queues of services and sweepers. False: only look whether they are there, for a user who may not."""
     name: str = "coatcheck"

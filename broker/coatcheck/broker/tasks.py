@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-import structlog
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -2,24 +2,31 @@
 
     down ──connect, with back-off──► up ──lost──► down …
 
+The back-off is for attempts that fail and for links that do not last: a server that accepts us and then breaks the
+protocol, or a link that its user gives up at once.
+
 A link is lost once and for good; whoever used it asks the uplink for another. Nothing is carried over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
-import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from coatcheck.broker.port import BrokerStats
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.tasks import reap, spawn
 from coatcheck.errors import BrokerUnavailable
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
+
+_STEADY_AFTER_S = 10.0
+"""A link that lives so long has a server behind it that is well."""
 
 
 class AnyLink(Protocol):
@@ -103,8 +110,11 @@ class AnyUplink(ABC, Generic[L]):
         return link
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        short_count = 0
         while True:
             link = await self._connect()
+            begun_s = loop.time()
             self._link = link
             self.is_up.set()
             await link.lost.wait()
@@ -112,6 +122,15 @@ class AnyUplink(ABC, Generic[L]):
             self._stats.lost_count += 1
             log.warning("broker_link_lost", role=self.role, reason=link.reason)
             await link.close()
+            short_count = 0 if loop.time() - begun_s > _STEADY_AFTER_S else short_count + 1
+            await asyncio.sleep(self._pause_s(short_count))
+
+    def _pause_s(self, short_count: int) -> float:
+        """How long to wait after so many links in a row that came up and did not last. After the first: not at all."""
+        if short_count < 2:
+            return 0.0
+        low, high = self._settings.backoff_min.total_seconds(), self._settings.backoff_max.total_seconds()
+        return random.uniform(0.5, 1.0) * min(high, low * 2.0 ** min(short_count, 16))
 
     async def _connect(self) -> L:
         settings = self._settings

@@ -32,6 +32,7 @@ from coatcheck.broker.headers import (
     KIND,
     QUEUE,
     REASON,
+    SIZE,
     TASK,
     Head,
 )
@@ -442,6 +443,7 @@ def _read_reason(message: Message, limits: Limits) -> str | None:
 def dead_letter(delivery: Delivery, service: str, code: str, detail: str) -> Outgoing:
     """Wrap a delivery for the service's dead queue: properties and body as they came, the reason in headers.
 
+    Of a body over the adapter's limit, its beginning came, and `cc-size` says how long it was.
     A token does not come along. A header over its limit neither, or the letter might not fit into a frame any more: it
     is replaced by word of it that keeps the message unreadable, should it be redriven.
     """
@@ -459,8 +461,14 @@ def dead_letter(delivery: Delivery, service: str, code: str, detail: str) -> Out
 def revive(message: Message) -> Outgoing:
     """Undo `dead_letter`: the message as it was, to the queue it was on.
 
-    Raises `MalformedMessage` if that is not recorded.
+    Raises `MalformedMessage` if that is not recorded, or if the letter has only the beginning of the body.
     """
+    size = message.headers.get(SIZE)
+    if size is not None:
+        detail = (
+            f"its body had {str(size)[:20]} bytes, and {len(message.body)} were kept; ask its sender to send it again"
+        )
+        raise OversizedMessage("oversized", detail)
     queue = message.headers.get(QUEUE)
     if not isinstance(queue, str) or not queue:
         raise MalformedMessage("bad_header", f"no {QUEUE}: nobody knows which queue it was on")

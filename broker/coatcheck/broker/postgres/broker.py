@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import TypeVar
 
 import asyncpg
-import structlog
 
 from coatcheck.broker import topology
 from coatcheck.broker.port import Broker, BrokerStats, Consumer, Delivery, Outgoing, Routing
@@ -26,7 +25,7 @@ from coatcheck.broker.postgres.keeper import clear_all
 from coatcheck.broker.postgres.link import DRIVER_ERRORS, Uplink, translating
 from coatcheck.broker.postgres.publisher import Publisher
 from coatcheck.broker.postgres.receiver import Receiver
-from coatcheck.broker.postgres.session import Hold, Session
+from coatcheck.broker.postgres.session import Hold, Session, limit_bodies
 from coatcheck.broker.postgres.statements import (
     BIND,
     COUNT_CONSUMERS,
@@ -42,9 +41,10 @@ from coatcheck.broker.postgres.statements import (
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import Names
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, UsageError
+from coatcheck.log import get_logger
 
 T = TypeVar("T")
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class PostgresBroker(Broker):
             found = await session.fetch(FIND_QUEUE, queue) if is_nameable(queue) else []
             if not found:
                 raise BrokerUnavailable(f"{what}: there is no such queue")
-            rows = await session.fetch(TAKE, session.id, found[0]["id"], limit)
+            rows = await session.fetch(TAKE, session.id, found[0]["id"], limit, *limit_bodies(self._settings))
         deliveries: list[Delivery] = [hold.take(row, self.stats) for row in rows]
         try:
             yield deliveries

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import msgspec
-import structlog
 
-from coatcheck.broker.headers import BROKEN, QUEUE, REASON, may_arrive, may_pass
+from coatcheck.broker.headers import BROKEN, QUEUE, REASON, SIZE, may_arrive, may_pass
 from coatcheck.broker.port import BrokerStats, HeaderValue, Message
+from coatcheck.decoding import check_msgpack
 from coatcheck.errors import MalformedMessage
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _Head: TypeAlias = tuple[
     str | None, str | None, str | None, str | None, str | None, str | None, dict[str, Any]
@@ -51,15 +52,20 @@ def encode_head(message: Message) -> bytes:
 def decode_message(row: Mapping[str, Any], stats: BrokerStats, *, is_dead: bool) -> Message:
     """Read a message. One whose head cannot be read says so in a header, and takes the road of malformed messages."""
     body: bytes = row["body"]
+    is_cut = row["size"] != len(body)
     try:
-        correlation_id, reply_to, content_type, type_, message_id, content_encoding, sent = _decoder.decode(row["head"])
+        head: bytes = row["head"]
+        check_msgpack(head)
+        correlation_id, reply_to, content_type, type_, message_id, content_encoding, sent = _decoder.decode(head)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         stats.undecodable_count += 1
         log.warning("message_properties_undecodable", error=type(exc).__name__, body_size=len(body))
-        return Message(body, headers={BROKEN: type(exc).__name__})
+        return Message(body, headers={BROKEN: type(exc).__name__} | ({SIZE: row["size"]} if is_cut else {}))
     headers: dict[str, HeaderValue] = {name: value for name, value in sent.items() if may_arrive(name, is_dead=is_dead)}
     if is_dead and row["reason"] is not None:
         headers |= {REASON: row["reason"], QUEUE: row["origin"]}
+    if is_cut:
+        headers[SIZE] = row["size"]
     return Message(
         body=body,
         correlation_id=correlation_id,

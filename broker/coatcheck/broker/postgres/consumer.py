@@ -9,13 +9,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import structlog
-
 from coatcheck.broker.port import BrokerStats, Consumer, Delivery
 from coatcheck.broker.postgres.session import Hold
 from coatcheck.errors import BrokerUnavailable, CoatcheckError
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _SMALLEST_BITE = 4
 _LARGEST_BITE = 128

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import asyncpg
-import structlog
 
 from coatcheck.broker.postgres.session import Session
 from coatcheck.broker.postgres.statements import (
@@ -25,8 +24,9 @@ from coatcheck.broker.postgres.statements import (
     LOCK_DEAD,
     NAMESPACE,
 )
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _BITE = 5000
 _DELETED_STAYS = timedelta(minutes=1)

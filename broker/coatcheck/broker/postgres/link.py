@@ -15,18 +15,17 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import asyncpg
-import structlog
 
-from coatcheck import tls
+from coatcheck import search_path, tls
 from coatcheck.broker.port import BrokerStats
 from coatcheck.broker.postgres.address import TLS_OPTIONS, PostgresAddress
-from coatcheck.broker.postgres.schema import SCHEMA
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.uplink import AnyUplink
 from coatcheck.errors import BrokerUnavailable
+from coatcheck.log import get_logger
 
 T = TypeVar("T")
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 _REMEDIES = {
@@ -38,7 +37,7 @@ _REMEDIES = {
 _REFUSALS = ("28P01", "28000", "3D000")
 _HARD_CLOSE_AFTER_S = 3.0
 _COMMON_SETTINGS = {
-    "search_path": SCHEMA,
+    "search_path": search_path.SEARCH_PATH,
     "lock_timeout": "5s",
     "idle_in_transaction_session_timeout": "10s",
     "jit": "off",
@@ -113,6 +112,8 @@ class Link:
         return link
 
     async def _look_for_pooler(self, address: PostgresAddress, *, timeout_s: float) -> None:
+        (path,) = await self.fetch(search_path.SHOW, timeout_s=timeout_s)
+        search_path.check(path[0])
         (found,) = await self.fetch("SELECT pg_backend_pid() AS pid", timeout_s=timeout_s)
         if found["pid"] != self._connection.get_server_pid():
             log.warning(
@@ -215,7 +216,9 @@ class Uplink(AnyUplink[Link]):
         return await Link.open(self._address, self._settings, role=self.role, server_settings=self._server_settings)
 
     def _is_refusal(self, error: BaseException) -> bool:
-        return getattr(error, "sqlstate", None) in _REFUSALS or tls.is_verification_failure(error)
+        return getattr(error, "sqlstate", None) in _REFUSALS or (
+            tls.is_verification_failure(error) or isinstance(error, search_path.UnsafeSearchPath)
+        )
 
     def explain(self, what: str) -> str:
         because = f"; last error: {describe(self._last_error)}" if self._last_error else ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import asyncpg
 
 from coatcheck.broker.headers import REASON
-from coatcheck.broker.port import BrokerStats, Outgoing, Routing
+from coatcheck.broker.port import BrokerStats, Outgoing, Routing, count_routings
 from coatcheck.broker.postgres.codec import encode_head, is_nameable
 from coatcheck.broker.postgres.link import DRIVER_ERRORS, Link, Uplink, describe
 from coatcheck.broker.postgres.statements import PUBLISH
@@ -25,6 +25,8 @@ from coatcheck.points import reach
 
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 16 * MEBIBYTE
+_REFUSALS = (asyncpg.RaiseError, asyncpg.IntegrityConstraintViolationError, asyncpg.ConfigurationLimitExceededError)
+"""What a trigger or constraint answers that bounds a queue. Postgres itself bounds none."""
 _IN_DOUBT = "any message of the batch may or may not have arrived"
 
 
@@ -74,8 +76,7 @@ class Publisher:
                 raise
             raise BrokerUnavailable(self._uplink.explain(f"publish: not confirmed in time; {_IN_DOUBT}")) from exc
         routings = [routing for answer in answers for routing in answer]
-        self._stats.published_count += len(routings)
-        self._stats.no_route_count += routings.count(Routing.NO_ROUTE)
+        count_routings(self._stats, routings)
         return routings
 
     def _wait(self, part: Sequence[Outgoing], heads: list[bytes]) -> _Waiting:
@@ -146,10 +147,13 @@ class Publisher:
 
     async def _on_failed(self, link: Link, together: Sequence[_Waiting], exc: Exception) -> None:
         """Tell the callers. What the server refuses to store is refused alone: its neighbours are sent without it."""
-        if isinstance(exc, asyncpg.DataError):
+        is_refusal = isinstance(exc, _REFUSALS)
+        if is_refusal or isinstance(exc, asyncpg.DataError):
             if len(together) > 1:
                 for waiting in together:
                     await self._send(link, [waiting])
+            elif is_refusal:
+                await self._send_halves(link, together[0])
             else:
                 together[0].fail(MalformedMessage("unencodable", f"Postgres cannot keep it: {describe(exc)}"))
             return
@@ -159,6 +163,27 @@ class Publisher:
             error = BrokerUnavailable(self._uplink.explain(f"publish: {describe(exc)}; {_IN_DOUBT}"))
             error.__cause__ = exc
             waiting.fail(error)
+
+    async def _send_halves(self, link: Link, waiting: _Waiting) -> None:
+        """Find the messages of a batch that are refused: each alone in the end, its neighbours sent without it."""
+        middle = len(waiting.batch) // 2
+        if middle == 0:
+            if not waiting.routings.done():
+                waiting.routings.set_result([Routing.REFUSED])
+            return
+        loop = asyncio.get_running_loop()
+        halves = [
+            _Waiting(waiting.batch[part], waiting.heads[part], 0, loop.create_future())
+            for part in (slice(middle), slice(middle, None))
+        ]
+        for half in halves:
+            await self._send(link, [half])
+        answers = await asyncio.gather(*(half.routings for half in halves), return_exceptions=True)
+        lost = next((each for each in answers if isinstance(each, BaseException)), None)
+        if isinstance(lost, CoatcheckError):
+            waiting.fail(lost)
+        elif not waiting.routings.done():
+            waiting.routings.set_result([routing for each in answers if isinstance(each, list) for routing in each])
 
     def _check(self, outgoing: Outgoing) -> None:
         size = len(outgoing.message.body)

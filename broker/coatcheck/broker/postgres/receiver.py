@@ -17,14 +17,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import structlog
-
 from coatcheck.broker.port import BrokerStats
 from coatcheck.broker.postgres.consumer import PostgresConsumer
 from coatcheck.broker.postgres.keeper import bury, bury_the_dead, sweep
 from coatcheck.broker.postgres.link import DRIVER_ERRORS, Link, Uplink, describe
 from coatcheck.broker.postgres.schema import ensure_schema
-from coatcheck.broker.postgres.session import Hold, Session
+from coatcheck.broker.postgres.session import Hold, Session, limit_bodies
 from coatcheck.broker.postgres.statements import (
     ATTACH,
     CHANNEL_PREFIX,
@@ -38,15 +36,15 @@ from coatcheck.broker.postgres.statements import (
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.tasks import reap, spawn, wait_first
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, UsageError
+from coatcheck.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 POLL_S = (0.5, 1.0)
 """How long to sleep at most, drawn anew each time so that a fleet does not poll in step."""
 SWEEP_S = (5.0, 10.0)
 LEASE_IN_HEARTBEATS = 3
 _SCHEMA_PATIENCE_S = 60.0
-_STEADY_AFTER_S = 10.0
 
 
 class Receiver:
@@ -136,11 +134,8 @@ class Receiver:
     # --- the one task that acts ---
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        failure_count = 0
         while True:
             link = await self._uplink.get()
-            begun_s = loop.time()
             try:
                 session = await self._open(link)
                 await self._serve(session)
@@ -158,13 +153,6 @@ class Receiver:
             # Also when only the session is over: its lock goes with the connection.
             link.abort(reason)
             self._part(reason)
-            failure_count = 0 if loop.time() - begun_s > _STEADY_AFTER_S else failure_count + 1
-            await asyncio.sleep(self._backoff_s(failure_count))
-
-    def _backoff_s(self, failure_count: int) -> float:
-        """The uplink waits between attempts to connect; this is for sessions that open and do not last."""
-        low, high = self._settings.backoff_min.total_seconds(), self._settings.backoff_max.total_seconds()
-        return random.uniform(0.0, min(high, low * 2.0 ** min(failure_count, 16)) if failure_count > 1 else 0.0)
 
     async def _open(self, link: Link) -> Session:
         settings = self._settings
@@ -281,7 +269,9 @@ class Receiver:
         for consumer, room in zip(attached, asked, strict=True):
             # Before, not after: a NOTIFY that comes while the fetch is under way may be about something it missed.
             consumer.is_hungry &= room == 0
-        found = await session.fetch(FETCH, session.id, [consumer.attached_as for consumer in attached], asked)
+        found = await session.fetch(
+            FETCH, session.id, [it.attached_as for it in attached], asked, *limit_bodies(self._settings)
+        )
         now_s = asyncio.get_running_loop().time()
         by_consumer: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         for row in found:

@@ -18,13 +18,20 @@ from typing import Any, TypeVar
 
 import asyncpg
 
+from coatcheck.broker.headers import KEPT_OF_OVERSIZED
 from coatcheck.broker.port import BrokerStats, Delivery
 from coatcheck.broker.postgres.codec import decode_message
 from coatcheck.broker.postgres.link import Link
 from coatcheck.broker.postgres.statements import ACK, GIVE_BACK
+from coatcheck.broker.settings import BrokerSettings
 from coatcheck.points import reach
 
 T = TypeVar("T")
+
+
+def limit_bodies(settings: BrokerSettings) -> tuple[int, int]:
+    """The largest body that is fetched whole, and how much of a larger one is fetched."""
+    return settings.max_body, min(settings.max_body, KEPT_OF_OVERSIZED)
 
 
 class Session:
