@@ -113,6 +113,15 @@ def test_submit_prints_an_id_that_result_takes(cli: Cli, service: str, worker: P
     assert cli.json("result", task_id[:8]) == {"task_id": task_id, "state": "done", "result": {"hello": "Ada"}}
 
 
+def test_submit_to_a_handler_that_the_service_lacks_says_so_and_fails(cli: Cli, service: str, worker: Process):
+    submitted = cli("submit", service, '"Ada"', "--task", "helo")
+
+    assert submitted.exit_code == 1
+    assert str(uuid.UUID(submitted.stdout.strip())) == submitted.stdout.strip()
+    assert f"is held: {service} has no handler 'helo'" in submitted.stderr
+    assert cli("submit", service, '"Ada"', "--task", "hello").exit_code == 0
+
+
 def test_somebody_who_waits_for_a_held_task_is_told_why_once(cli: Cli, service: str, worker: Process):
     with cli.start("submit", service, "1", "--task", "helo", "--wait") as waiting:
         said = waiting.wait_for_line("is held")
@@ -203,6 +212,14 @@ def test_who_waits_for_a_result_waits_for_the_service_too(cli: Cli, service: str
         exit_code, output, _ = asking.end()
 
     assert (exit_code, json.loads(output)) == (0, {"hello": "Ada"})
+
+
+def test_who_waits_for_a_service_waits_no_longer_than_the_timeout(cli: Cli, service: str):
+    result = cli("submit", service, "1", "--wait", "--timeout", "0.5")
+
+    assert "Waiting up to 30 s" not in result.stderr
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"Error: there is no service {service!r}")
 
 
 def test_a_broker_that_is_away_is_one_line_within_seconds(bare_cli: Cli):
@@ -330,6 +347,18 @@ def test_a_reader_that_leaves_is_no_failure_worth_words(store_cli: Cli, store_ur
     assert code in {1, 141}
     assert "Traceback" not in said
     assert "Broken pipe" not in said
+
+
+def test_submit_that_does_not_wait_asks_for_no_answer(cli: Cli, service: str, worker: Process):
+    """Its queue would be gone before the answer comes, and the worker would warn of that."""
+    task_id = cli("submit", service, '"you"').stdout.strip()
+    found = cli("result", task_id, "--timeout", "30")
+    worker.signal(signal.SIGTERM)
+    code, _, err = worker.end()
+
+    assert json.loads(found.stdout) == {"hello": "you"}
+    assert code == 0
+    assert "final_reply_had_no_route" not in err
 
 
 # --- who asks ---

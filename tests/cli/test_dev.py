@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tests.cli.kit import Cli, until
 
 from coatcheck.cli import deaths
 from coatcheck.cli.deaths import Deaths, describe_end
+from coatcheck.cli.dev import make_environ
 from coatcheck.cli.dev_crew import Crew, names_of
 from coatcheck.cli.dev_lines import Screen
 from coatcheck.cli.dev_probe import Broken, Offer, probe
@@ -147,8 +149,8 @@ def test_a_killed_replica_comes_back_and_its_task_is_answered(dev: Dev):
         os.kill(dev.pid_of(name), signal.SIGKILL)
 
     dev.wait_for_all(
-        r"^dev .*shop-1 was killed by SIGKILL; it starts again in 0\.5 s",
-        r"^dev .*shop-2 was killed by SIGKILL; it starts again in 0\.5 s",
+        r"^dev .*shop-1 \(pid \d+\) was killed by SIGKILL; it starts again in 0\.5 s",
+        r"^dev .*shop-2 \(pid \d+\) was killed by SIGKILL; it starts again in 0\.5 s",
         r"^shop-1 .*worker_started",
         r"^shop-2 .*worker_started",
     )
@@ -292,7 +294,7 @@ async def test_an_app_is_described_without_being_imported_here(tmp_path: Path, m
         probe("service:app", environ=os.environ), probe("leaves:app", environ=os.environ)
     )
 
-    assert offer == Offer("service:app", "shop", ("quote",), '{"item": "…", "sizes": []}')
+    assert offer == Offer("service:app", "shop", ("quote",), '{"item": "…", "sizes": [1]}')
     assert isinstance(left, Broken)
     assert "called sys.exit(None) while it was imported" in left.text
 
@@ -318,10 +320,41 @@ async def test_a_worker_that_never_starts_is_left_alone_until_the_code_changes(
         after = capsys.readouterr().out
 
     assert before.count("there is no module 'nowhere'") == 2
-    assert before.count("w1 ended with code 2; it starts again") == 1
-    assert "w1 ended with code 2 before it had started, 2 times in a row; it is left alone" in before
-    assert after.count("there is no module 'nowhere'") == 2
+    assert len(re.findall(r"w1 \(pid \d+\) ended with code 2; it starts again", before)) == 1
+    assert re.search(r"w1 \(pid \d+\) ended with code 2 before it had started, 2 times in a row; it is left", before)
+    assert "there is no module 'nowhere'" in after
     assert not is_renewed
+
+
+async def test_code_that_breaks_in_the_middle_of_a_reload_leaves_the_old_workers_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The code was fine when it was looked at, and is not when the new worker reads it."""
+    monkeypatch.chdir(tmp_path)
+    service = "from coatcheck.worker import App\napp = App('shop')\n@app.task\nasync def quote(ctx): ...\n"
+    (tmp_path / "service.py").write_text(service)
+    offer = Offer("service:app", "shop", ("quote",), "")
+    screen = Screen.on_stdout(level=LogLevel.INFO)
+    settings = Settings(checkpointing=Checkpointing.OFF, broker="memory://")
+    environ = make_environ(settings, broker="memory://", store="postgresql://localhost/none")
+    environ |= {"COATCHECK_CHECKPOINTING": "off"}
+
+    async with asyncio.timeout(60), Crew([offer], settings, replica_count=1, environ=environ, screen=screen) as crew:
+        said = ""
+        while "worker_started" not in said:
+            await asyncio.sleep(0.05)
+            said += capsys.readouterr().out
+        pid = int(re.findall(r"pid=(\d+)", said)[0])
+        (tmp_path / "service.py").write_text(f"{service}def broken(:\n")
+        is_renewed, is_alive = await crew.renew(), bool(alive([pid]))
+        complaint = capsys.readouterr().out
+        (tmp_path / "service.py").write_text(service)
+        is_renewed_later, is_old_alive = await crew.renew(), bool(alive([pid]))
+
+    assert (is_renewed, is_alive) == (False, True)
+    assert 'service.py", line 5' in complaint
+    assert "SyntaxError" in complaint
+    assert (is_renewed_later, is_old_alive) == (True, False)
 
 
 def test_pauses_grow_and_a_long_life_is_forgiven():

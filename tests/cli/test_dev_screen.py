@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from coatcheck.cli.dev_lines import Screen, Terminal, read_line
+from coatcheck.cli.dev_lines import Screen, read_line
 from coatcheck.cli.dev_sources import find_root, look, watch
+from coatcheck.cli.output import Terminal
 from coatcheck.worker.settings import LogLevel
 
 TASK = "5f0c6a55-7a0e-5c0e-9d3f-0d6f2b1c4a11"
@@ -84,6 +85,11 @@ def test_the_level_decides_and_debug_hides_nothing():
     assert "grace" not in shown(settings)
     assert '{"grace":"3s"}' in shown(settings, level=LogLevel.DEBUG)
     assert shown(line("final_reply_had_no_route", level="warning", reply_to="coatcheck.private.1f")) == ""
+    private = ["coatcheck.private.1f", "coatcheck.private.2e"]
+    assert shown(line("final_reply_had_no_route", level="warning", reply_to=private)) == ""
+    assert "reply_to=coatcheck.private.1f,mine" in shown(
+        line("final_reply_had_no_route", level="warning", reply_to=[private[0], "mine"])
+    )
     assert "reply_to=mine" in shown(line("final_reply_had_no_route", level="warning", reply_to="mine"))
     assert shown(line("task_parked"), level=LogLevel.WARNING) == ""
     assert "oh" in shown(line("oh", level="critical"), level=LogLevel.ERROR)
@@ -100,6 +106,15 @@ def test_a_traceback_keeps_its_lines_under_the_prefix():
 
     assert [each.partition(" │ ")[2] for each in text.splitlines()[1:]] == ["Traceback:", "  File x", "Oops"]
     assert all(each.startswith("sweeper │ ") for each in text.splitlines())
+
+
+def test_a_handlers_traceback_is_shown_where_it_failed():
+    trace = 'Traceback (most recent call last):\n  File "service.py", line 7, in quote\nValueError: no coat\n'
+    text = shown(line("task_failed", level="error", task_id=TASK, exception="ValueError", traceback=trace))
+
+    first, *rest = text.splitlines()
+    assert first.endswith("exception=ValueError  → coatcheck show 5f0c6a55")
+    assert [each.partition(" │ ")[2] for each in rest] == trace.splitlines()
 
 
 @pytest.mark.parametrize("raw", [b"hello", b"{not json", b'{"no": "event"}', b'{"event": 5}', b"[]"])

@@ -19,11 +19,13 @@ from coatcheck.cli.checks import (
     check_schema,
     judge_late,
     judge_sweeper,
+    judge_unsent,
     judge_wakers,
     judge_workers,
 )
 from coatcheck.store import Store, TaskId, encode
-from coatcheck.store.queries import Late
+from coatcheck.store.migrate import newest_version
+from coatcheck.store.queries import Backlog, Late
 from coatcheck.store.rows import Birth, Hold
 from coatcheck.worker.problems import problem
 
@@ -51,7 +53,7 @@ def test_an_empty_installation_is_well_apart_from_a_sweeper_to_start(cli: Cli):
 
     assert found["is_ok"] is True
     assert findings(found, "store")[0][0] == "ok"
-    assert findings(found, "schema") == [("ok", "version 0001")]
+    assert findings(found, "schema") == [("ok", f"version {newest_version()}")]
     assert findings(found, "broker")[0][0] == "ok"
     assert findings(found, "wakers")[0][0] == "ok"
     assert findings(found, "sweeper") == [("warn", "no sweeper ever ran on this broker")]
@@ -145,7 +147,7 @@ def test_looking_at_a_service_makes_no_queues(cli: Cli, broker_url: str, service
     assert with_broker(broker_url, depths) == [None, None, None, None]
 
 
-def test_a_queue_declared_by_somebody_else_is_a_failure(cli: Cli, broker_url: str, service_name: str):
+def test_a_queue_declared_by_somebody_else_is_a_warning(cli: Cli, broker_url: str, service_name: str):
     import pika
 
     declare(broker_url, service_name)
@@ -155,11 +157,30 @@ def test_a_queue_declared_by_somebody_else_is_a_failure(cli: Cli, broker_url: st
     channel.queue_declare(service_name, durable=True)
     connection.close()
 
+    found = cli.json("doctor", "--service", service_name)
+
+    there, (status, what) = findings(found, "queues")
+    assert there[0] == "ok"
+    assert status == "warn"
+    assert f"{service_name} was not made by Coatcheck" in what
+    assert "x-dead-letter-exchange: wanted 'coatcheck.dead', is none" in what
+
+
+def test_a_queue_that_cannot_keep_messages_is_a_failure(cli: Cli, broker_url: str, service_name: str):
+    import pika
+
+    declare(broker_url, service_name)
+    connection = pika.BlockingConnection(pika.URLParameters(broker_url))
+    channel = connection.channel()
+    channel.queue_delete(service_name)
+    channel.queue_declare(service_name)
+
     found = cli.json("doctor", "--service", service_name, exit_code=1)
+    connection.close()
 
     ((status, what),) = findings(found, "queues")
     assert status == "fail"
-    assert "refuses to declare" in what
+    assert "durable is false there" in what
 
 
 def test_dead_letters_are_counted_with_the_command_that_lists_them(cli: Cli, broker_url: str, service_name: str):
@@ -312,3 +333,39 @@ def test_nothing_late_and_nothing_stuck_are_ok():
     assert [finding.status for finding in judge_late([], MINUTE)] == [Status.OK]
     assert judge_wakers([]).status is Status.OK
     assert judge_late([Late("s", 2, 0, MINUTE)], MINUTE)[0].fix == "coatcheck worker MODULE:APP"
+
+
+# --- queues that refuse ---
+
+
+def test_calls_that_a_peers_queue_refuses_are_named_with_the_peer(cli: Cli, store_url: str):
+    refused = [call(f"search#{number}") for number in range(3)]
+
+    async def work(store: Store) -> None:
+        await park(store, refused)
+        await park(store, [taken := call()])
+        await store.mark_sent([taken.call_id])
+
+    with_store(store_url, work)
+    run_sync(_let_two_minutes_pass(store_url))
+
+    ((status, what),) = findings(cli.json("doctor", exit_code=1), "unsent")
+
+    assert status == "warn"
+    assert what.startswith("3 calls wait for the queue search, the oldest for 2")
+
+
+async def _let_two_minutes_pass(store_url: str) -> None:
+    connection = await asyncpg.connect(store_url)
+    try:
+        await connection.execute("UPDATE coatcheck.call SET opened_at = opened_at - interval '2 minutes'")
+    finally:
+        await connection.close()
+
+
+def test_unsent_final_replies_are_counted_together():
+    (found,) = judge_unsent([Backlog(None, 7, timedelta(minutes=3))])
+
+    assert found.status is Status.WARN
+    assert found.what.startswith("7 final replies wait")
+    assert judge_unsent([])[0].status is Status.OK

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -10,6 +12,7 @@ import pytest
 from tests.cli.kit import Cli
 
 from coatcheck.cli import main
+from coatcheck.cli.main import COMMANDS as TABLE
 
 ROOT = Path(__file__).parent.parent.parent
 REFERENCE = ROOT / "docs/cli.md"
@@ -17,7 +20,10 @@ REFERENCE = ROOT / "docs/cli.md"
 
 def _commands(group: click.Group = main, path: tuple[str, ...] = ()) -> dict[str, click.Command]:
     found: dict[str, click.Command] = {}
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
         found[" ".join((*path, name))] = command
         if isinstance(command, click.Group):
             found |= _commands(command, (*path, name))
@@ -47,7 +53,7 @@ def test_the_commands_are_those_that_were_promised():
         "version",
     }
 
-    assert set(main.commands) == promised
+    assert set(main.list_commands(click.Context(main))) == promised
     assert {name for name in COMMANDS if name.startswith("dead ")} == {
         f"dead {it}" for it in ("ls", "show", "redrive", "drop")
     }
@@ -78,6 +84,26 @@ def test_the_list_of_commands_cuts_no_sentence(bare_cli: Cli):
 
     assert "..." not in listed
     assert listed.index("migrate") < listed.index("worker") < listed.index("doctor")
+
+
+def test_the_list_says_of_each_command_what_the_command_says_of_itself():
+    said = {name: COMMANDS[name].get_short_help_str(limit=200) for name in TABLE}
+
+    assert {name: about for name, (_, about) in TABLE.items()} == said
+
+
+@pytest.mark.parametrize("asked", ["--help", "--version"])
+def test_help_and_version_wait_for_nothing_heavy(asked: str):
+    """Not by the clock, which a busy machine stretches: by what was imported."""
+    program = (
+        "import sys; from coatcheck.cli import main; main([sys.argv[1]], standalone_mode=False); "
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, asked], capture_output=True, text=True, check=True)
+
+    assert done.stdout.startswith(("Usage: ", "coatcheck "))
+    heavy = {"aio_pika", "aiormq", "alembic", "asyncpg", "msgspec", "pydantic", "rich", "sqlalchemy", "structlog"}
+    assert heavy & set(done.stderr.split()) == set()
 
 
 def test_options_that_have_a_variable_name_it(bare_cli: Cli):

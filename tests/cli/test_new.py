@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ def services(project: Path) -> dict[str, Any]:
 
 
 def test_a_project_is_written_and_the_next_commands_are_told(bare_cli: Cli, tmp_path: Path):
-    result = bare_cli("new", "shop", "--path", str(tmp_path / "here"))
+    result = bare_cli("new", "shop", "--path", str(tmp_path / "here"), "--source", "index")
 
     written = {str(path.relative_to(tmp_path / "here")) for path in (tmp_path / "here").rglob("*") if path.is_file()}
     assert result.exit_code == 0
     assert written == {target.replace("%{name}", "shop") for target in TEMPLATES}
     assert f"cd {tmp_path / 'here'}" in result.stdout
-    assert "coatcheck dev shop.service:app shop.prices:app" in result.stdout
+    assert [line.split()[1] for line in result.stdout.splitlines()[3:]] == ["setup", "test", "dev", "submit"]
 
 
 def test_the_directory_is_called_like_the_project_unless_told_otherwise(
@@ -50,7 +51,7 @@ def test_the_directory_is_called_like_the_project_unless_told_otherwise(
 ):
     monkeypatch.chdir(tmp_path)
 
-    assert bare_cli("new", "shop").exit_code == 0
+    assert bare_cli("new", "shop", "--source", "index").exit_code == 0
     assert (tmp_path / "shop/shop/service.py").is_file()
 
 
@@ -89,7 +90,7 @@ def test_what_is_in_the_way_is_listed_and_nothing_is_written(bare_cli: Cli, tmp_
     (tmp_path / "Makefile").symlink_to("nowhere")
     (tmp_path / "notes.txt").write_text("mine too")
 
-    result = bare_cli("new", "shop", "--path", str(tmp_path))
+    result = bare_cli("new", "shop", "--path", str(tmp_path), "--source", str(ROOT))
 
     assert result.exit_code == 1
     assert [line.strip() for line in result.stderr.splitlines()[1:]] == [
@@ -103,17 +104,72 @@ def test_what_is_in_the_way_is_listed_and_nothing_is_written(bare_cli: Cli, tmp_
 def test_a_directory_with_other_things_in_it_will_do(bare_cli: Cli, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
 
-    assert bare_cli("new", "shop", "--path", str(tmp_path)).exit_code == 0
+    assert bare_cli("new", "shop", "--path", str(tmp_path), "--source", "index").exit_code == 0
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_place_that_cannot_be_written_is_one_line(bare_cli: Cli, tmp_path: Path):
     (tmp_path / "file").touch()
 
-    result = bare_cli("new", "shop", "--path", str(tmp_path / "file/shop"))
+    result = bare_cli("new", "shop", "--path", str(tmp_path / "file/shop"), "--source", "index")
 
     assert result.exit_code == 1
     assert "cannot be written: Not a directory" in result.stderr
+
+
+# --- where Coatcheck comes from ---
+
+
+@pytest.fixture(scope="module")
+def from_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project made without saying where Coatcheck comes from, by one that was installed from this clone."""
+    directory = tmp_path_factory.mktemp("vendored") / "shop"
+    done = Cli().run("new", "shop", "--path", str(directory))
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_a_coatcheck_from_a_clone_comes_along_as_a_wheel(from_clone: Path):
+    (wheel,) = (from_clone / "vendor").iterdir()
+    metadata = tomllib.loads((from_clone / "pyproject.toml").read_text())["project"]
+
+    name, version, *_ = wheel.name.split("-")
+    assert name == "coatcheck"
+    assert metadata["dependencies"] == [f"coatcheck>={version}"]
+    with zipfile.ZipFile(wheel) as archive:
+        assert "coatcheck/cli/templates/Dockerfile.tmpl" in archive.namelist()
+
+
+def test_its_image_is_built_from_what_is_there(from_clone: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(promises, "ROOT", from_clone)
+    build, _ = promises.read_stages(from_clone / "Dockerfile")
+
+    promises.test_image_copies_what_exists_and_is_not_ignored([build])
+    (install,) = [line for line in build if "pip install" in line]
+    named = [word for word in install.split() if word.startswith("vendor/")]
+    assert [(from_clone / name).is_file() for name in named] == [True]
+    assert install.split()[-1] == "."
+
+
+def test_nothing_in_the_project_names_the_place_it_was_made_from(from_clone: Path):
+    texts = [path.read_text() for path in from_clone.rglob("*") if path.is_file() and path.suffix != ".whl"]
+
+    assert not any(str(ROOT) in text for text in texts)
+
+
+def test_a_coatcheck_from_an_index_is_asked_from_there(project: Path):
+    assert not (project / "vendor").exists()
+    assert "vendor" not in (project / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("source", ["nowhere", "git+https://user:s3cret@127.0.0.1:1/coatcheck.git"])
+def test_a_source_that_cannot_be_built_is_told_without_its_password(bare_cli: Cli, tmp_path: Path, source: str):
+    result = bare_cli("new", "shop", "--path", str(tmp_path / "shop"), "--source", source)
+
+    assert result.exit_code == 1
+    assert "is no source of Coatcheck that pip can build" in result.stderr
+    assert "s3cret" not in result.output
+    assert not (tmp_path / "shop").exists()
 
 
 # --- the project ---

@@ -10,10 +10,11 @@ from rich.console import Console
 
 from coatcheck.broker import Message
 from coatcheck.cli import output
-from coatcheck.cli.output import clean, duration, from_now, plain_table, shortened
+from coatcheck.cli.output import duration, from_now, plain_table, pretty
 from coatcheck.cli.payloads import read_blob, read_message, read_problem
 from coatcheck.store import Codec, encode
 from coatcheck.store.blobs import pack
+from coatcheck.worker.shown import clean
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -28,7 +29,7 @@ NOW = datetime(2030, 1, 1, tzinfo=UTC)
         (200, "3m 20s"),
         (14_700, "4h 5m"),
         (183_600, "2d 3h"),
-        (-5, "-5s"),
+        (-5, "0s"),
     ],
 )
 def test_durations_show_their_two_largest_units(seconds: float, text: str):
@@ -54,9 +55,9 @@ def test_control_characters_are_spelled_out():
     assert clean("a\x1b[2Jb\x07\nc\tä") == "a\\x1b[2Jb\\x07\nc\tä"
 
 
-def test_long_texts_say_how_much_is_missing():
-    assert shortened("abcdef", 4) == "abcd… (2 more characters)"
-    assert shortened("abcd", 4) == "abcd"
+def test_long_values_say_how_to_see_the_rest():
+    assert pretty(["abcdef"], 8) == '[\n  "abc… (more of its 10 bytes with --full)'
+    assert pretty("abcd", 6) == '"abcd"'
 
 
 def test_on_a_terminal_ids_stay_whole_and_markup_is_text(monkeypatch: pytest.MonkeyPatch):
@@ -87,4 +88,4 @@ def test_messages_that_cannot_be_read_say_why():
 def test_failures_that_are_no_documents_become_some():
     assert read_problem(None) is None
     assert read_problem(encode("oops")) == {"code": "unknown", "detail": "oops"}
-    assert (read_problem(b"rubbish") or {})["code"] == "unreadable"
+    assert (read_problem(b"rubbish") or {})["code"] == "damaged_value"

@@ -22,7 +22,7 @@ from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.worker.settings import EventLoop
 
 SERVICE = """
-import asyncio, os
+import asyncio, os, time
 from coatcheck.worker import App, Context
 app = App(os.environ["TEST_SERVICE"])
 
@@ -34,6 +34,11 @@ async def hello(ctx: Context, name: str) -> str:
 async def slow(ctx: Context, path: str) -> str:
     open(path, "w").close()
     await asyncio.sleep(float(os.environ.get("TEST_SLOW_S", "1")))
+    return "done"
+
+@app.task
+async def block(ctx: Context) -> str:
+    time.sleep(0.5)
     return "done"
 """
 
@@ -116,6 +121,28 @@ def test_a_worker_serves_its_health(cli: Cli, here: Path, service_name: str):
             found = json.load(answer)
 
     assert found["status"] == "ok"
+
+
+def test_a_handler_that_blocks_the_loop_is_told_with_its_line(cli: Cli, here: Path, broker_url: str, service_name: str):
+    with using(cli, service_name).start("worker", "service:app", "--name", "first", cwd=here) as worker:
+        worker.wait_for("worker_started")
+        ask(broker_url, service_name, "block", "")
+        told = worker.wait_for("loop_blocked")
+
+    assert told["line"].endswith("service.py:18 in block: time.sleep(0.5)")
+    assert told["handler"] == "block"
+    assert "task_id" in told
+    assert "every other task waited" in told["about"]
+
+
+def test_a_worker_says_which_settings_differ_from_the_defaults(cli: Cli, here: Path, service_name: str):
+    changed = using(cli, service_name, COATCHECK_GRACE="7s", COATCHECK_LEASE="60s")
+    with changed.start("worker", "service:app", cwd=here) as worker:
+        started = worker.wait_for("worker_started")
+
+    assert set(started["settings"]) == {"broker", "store", "grace", "sweeper_queue"}
+    assert started["settings"]["grace"] == "7s"
+    assert started["pid"] == worker.popen.pid
 
 
 def test_options_win_over_the_environment(cli: Cli, here: Path, service_name: str):

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 from tests.cli.dev_kit import alive
@@ -22,6 +23,7 @@ from coatcheck.cli.cores import usable_cores
 from coatcheck.cli.relay import relay
 from coatcheck.cli.supervisor import Plan, Supervisor
 from coatcheck.worker.settings import LogFormat, LogLevel
+from coatcheck.worker.streams import LineStream
 
 SERVICE = """
 import asyncio, os, pathlib, sys
@@ -248,6 +250,40 @@ async def test_a_replica_that_does_not_drain_is_killed_and_that_is_an_error(
     assert capfd.readouterr().err.count('"event":"worker_stopped"') == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
+def test_passwords_of_addresses_are_in_no_list_of_processes(crew: Cli, here: Path, broker_url: str, tmp_path: Path):
+    """Not those of the replicas, nor the supervisor's; and the options still win over everything else."""
+    secret = tmp_path / "broker"
+    secret.write_text(f"{broker_url}\n")
+    elsewhere = Cli({**crew.environ, "COATCHECK_BROKER": NOWHERE_BROKER})
+    store = urlsplit(crew.environ["COATCHECK_STORE"])
+    password = store.password or "hush-hush"  # where none is wanted, any will do
+    host = store.netloc.rpartition("@")[2]
+    with_password = urlunsplit(store._replace(netloc=f"{store.username or 'postgres'}:{password}@{host}"))
+    with start(elsewhere, here, "--broker", f"@{secret}", "--store", with_password) as process:
+        pids = wait_for_replicas(process)
+        listed = [Path(f"/proc/{pid}/cmdline").read_text() for pid in (process.popen.pid, *pids.values())]
+        process.signal(signal.SIGTERM)
+        code, _, err = process.end()
+
+    assert code == 0, err
+    assert ["service:app" in each for each in listed] == [True] * 3
+    assert [f":{password}@" in each or broker_url in each for each in listed] == [False] * 3
+    assert f":{password}@" not in err
+
+
+def test_password_on_the_command_line_is_warned_of_once(crew: Cli, here: Path, broker_url: str):
+    with start(crew, here, "--broker", broker_url) as process:
+        warning = process.wait_for("password_shown")
+        wait_for_replicas(process)
+        process.signal(signal.SIGTERM)
+        code, _, err = process.end()
+
+    assert code == 0, err
+    assert "--broker @FILE" in warning["detail"]
+    assert err.count("password_shown") <= 1
+
+
 # --- starts that fail ---
 
 
@@ -409,14 +445,16 @@ async def test_lines_of_several_processes_do_not_mix(tmp_path: Path):
     )
     target = tmp_path / "lines"
 
-    async def play(letter: str, descriptor: int) -> None:
+    async def play(letter: str, stream: LineStream) -> None:
         process = await asyncio.create_subprocess_exec("python3", "-c", long, letter, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
-        await relay(process.stdout, descriptor)
+        await relay(process.stdout, stream)
         assert await process.wait() == 0
 
     with target.open("wb") as file:
-        await asyncio.gather(*(play(letter, file.fileno()) for letter in "abc"))
+        stream = LineStream(file.fileno())
+        await asyncio.gather(*(play(letter, stream) for letter in "abc"))
+        stream.flush(60)
 
     lines = target.read_text().splitlines()
     assert sorted(lines) == sorted([letter * 50_000 for letter in "abc"] * 20 + ["a", "b", "c"])
@@ -429,6 +467,8 @@ async def test_a_line_without_end_is_cut_and_a_reader_that_has_left_is_no_failur
     reading, writing = os.pipe()
     os.close(reading)
 
-    await relay(reader, writing)
+    stream = LineStream(writing)
+    await relay(reader, stream)
+    stream.flush(60)
 
     os.close(writing)

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+import asyncpg
 import msgspec
 import pytest
 from tests.cli.kit import Cli, with_store
+from tests.services import run_sync
 from tests.store.kit import (
     DAY,
     MINUTE,
+    again,
     all_of,
     birth,
     birth_put,
+    call,
     calls,
+    cancel_of,
     done,
     entry,
+    failed,
     get,
     going,
+    new_id,
     park,
     parking,
     progress,
     put_of,
     send,
     start,
+    timeout,
     timer,
     written,
 )
@@ -69,8 +78,31 @@ async def _fail(store: Store) -> TaskId:
 def test_ps_without_tasks_says_so_and_prints_nothing_else(store_cli: Cli):
     result = store_cli("ps")
 
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "No such tasks.\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        0,
+        "",
+        "No unfinished tasks; --all lists finished ones too.\n",
+    )
+    assert store_cli("ps", "--all").stderr == "No such tasks.\n"
     assert store_cli.json("ps") == []
+
+
+def test_ps_says_that_no_sweeper_looks_once_something_is_long_due(store_cli: Cli, store_url: str):
+    with_store(store_url, _park_three)
+    assert "sweeper" not in store_cli("ps").stderr
+    run_sync(_let_pass(store_url, "5 minutes"))
+    result = store_cli("ps")
+
+    assert result.exit_code == 0
+    assert "No sweeper has looked at what is due" in result.stderr
+    assert "coatcheck sweeper" in result.stderr
+    assert isinstance(store_cli.json("ps"), list)
+
+
+async def _let_pass(store_url: str, time: str) -> None:
+    connection = await asyncpg.connect(store_url)
+    await connection.execute(f"UPDATE coatcheck.call SET look_at = clock_timestamp() - interval '{time}'")
+    await connection.close()
 
 
 def test_ps_shows_where_a_task_stands_and_what_it_waits_for(store_cli: Cli, store_url: str):
@@ -119,8 +151,40 @@ def test_ps_tells_progress_and_why_a_task_is_held(store_cli: Cli, store_url: str
     with_store(store_url, arrange)
     lines = {line.split()[1].partition("/")[0]: line for line in store_cli("ps").stdout.splitlines()[1:]}
 
-    assert lines["busy"].endswith("3/10 reading\\x1b[2J")
+    assert lines["busy"].endswith("3/10 reading\\x1b[2J  -")
     assert lines["research"].endswith("unknown_handler")
+
+
+def test_ps_tells_a_problem_beside_the_progress_not_in_its_place(store_cli: Cli, store_url: str):
+    async def arrange(store: Store) -> None:
+        task = await start(store)
+        end = Finish(TaskState.FAILED, encode(problem("handler_failed")), DAY)
+        await written(store, msgspec.structs.replace(put_of(task, end), progress={"done": 1, "total": 3}))
+
+    with_store(store_url, arrange)
+    header, line = (line.split() for line in store_cli("ps", "--all").stdout.splitlines())
+
+    assert header[-2:] == ["PROGRESS", "PROBLEM"]
+    assert line[-2:] == ["1/3", "handler_failed"]
+
+
+def test_an_attempt_counts_once_it_has_begun(store_cli: Cli, store_url: str):
+    """Twice failed, the third attempt is a minute away."""
+
+    async def arrange(store: Store) -> TaskId:
+        task = await start(store)
+        await written(store, put_of(task, again()))
+        assert (await store.resume(Wake(task.task_id, task.epoch))).verdict is Verdict.GRANTED
+        await written(store, put_of(await get(store, task.task_id), again(delay=MINUTE)))
+        return task.task_id
+
+    task_id = str(with_store(store_url, arrange))
+    (listed,) = store_cli.json("ps")
+    found = store_cli.json("show", task_id)
+
+    assert (listed["state"], listed["attempt"], found["attempt"]) == ("retrying", 2, 2)
+    assert store_cli("ps").stdout.splitlines()[1].split()[4] == "2"
+    assert found["advice"]["why"].startswith("Attempt 2 failed; attempt 3 begins in ")
 
 
 def test_ps_off_a_terminal_has_neither_colours_nor_boxes(store_cli: Cli, store_url: str):
@@ -198,6 +262,49 @@ def test_show_tells_a_parked_tasks_story(store_cli: Cli, store_url: str):
     assert "replies to  asker (r1)" in shown
 
 
+def test_show_tells_when_each_line_was_and_how_it_went(store_cli: Cli, store_url: str):
+    nap, bad, late, waiting = timer(hard=timedelta()), call("bad#1"), call("late#1", hard=timedelta()), call("last#1")
+
+    async def arrange(store: Store) -> TaskId:
+        newborn = birth()
+        opens = (nap, bad, late, waiting)
+        put = birth_put(newborn, parking(all_of(opens)), opens=opens, entries=(entry(value="kept"),))
+        await written(store, put)
+        for arrival in (timeout(nap), failed(bad), timeout(late)):
+            await store.claim(arrival)
+        return newborn.task_id
+
+    task_id = str(with_store(store_url, arrange))
+    header, *lines = store_cli("show", task_id).stdout.partition("Story\n")[2].splitlines()[:6]
+    shown = {name: line for line in lines for name in ("plan", "sleep", "bad", "late", "last") if f"{name}#1" in line}
+    story = {line["key"]: line for line in store_cli.json("show", task_id)["story"]}
+
+    assert header.split() == ["#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE"]
+    assert all(re.match(r"[\d-] +\d\d:\d\d:\d\d  (step|timer|call)", line) for line in lines)
+    assert re.search(r'ok +- +- +"kept"$', shown["plan"])  # how long a step took is not recorded
+    assert re.search(r"ok +\w+ +- +-$", shown["sleep"])  # it rang: nothing timed out
+    assert story["sleep#1"]["value"] is None
+    assert re.search(r"failed +\w+ +- +refused$", shown["bad"])
+    assert re.search(r"timed_out +\w+ +- +timeout$", shown["late"])
+    assert re.search(r"open +\w+ +in \w+ +not known to be sent$", shown["last"])
+
+
+def test_no_task_ends_before_it_began(store_cli: Cli, store_url: str):
+    """Rows that are written when their task has ended already: of a task that never waited, of a cancel without one."""
+
+    async def arrange(store: Store) -> None:
+        for _ in range(20):
+            await written(store, birth_put(birth(), done()))
+            await store.cancel(cancel_of(new_id()))
+
+    with_store(store_url, arrange)
+    found = [*store_cli.json("ps", "--all"), *store_cli.json("ps", "--state", "cancelled")]
+
+    assert len(found) == 40
+    instants = [tuple(datetime.fromisoformat(task[name]) for name in ("created_at", "finished_at")) for task in found]
+    assert [pair for pair in instants if pair[0] > pair[1]] == []
+
+
 def test_show_tells_a_result(store_cli: Cli, store_url: str):
     task_id = with_store(store_url, lambda store: _finish(store, {"published": True}))
 
@@ -239,7 +346,7 @@ def test_show_tells_when_the_next_attempt_begins(store_cli: Cli, store_url: str)
 
     assert found["state"] == "retrying"
     assert found["problem"]["detail"] == "not yet"
-    assert "the next begins in 59s" in found["advice"]["why"]
+    assert "attempt 2 begins in 59s" in found["advice"]["why"]
 
 
 def test_show_forgets_the_failure_of_a_task_that_went_on(store_cli: Cli, store_url: str):
@@ -259,7 +366,7 @@ def test_show_forgets_the_failure_of_a_task_that_went_on(store_cli: Cli, store_u
 def test_show_cuts_long_values_unless_told_not_to(store_cli: Cli, store_url: str):
     task_id = with_store(store_url, lambda store: _finish(store, "x" * 5000))
 
-    assert "more characters)" in store_cli("show", str(task_id)).stdout
+    assert "bytes with --full)" in store_cli("show", str(task_id)).stdout
     assert "x" * 5000 in store_cli("show", str(task_id), "--full").stdout
     assert store_cli.json("show", str(task_id))["result"]["value"] == "x" * 5000
 

@@ -73,10 +73,18 @@ def test_demo_on_named_servers_prints_plain_lines_into_a_pipe(demo_on_servers: D
     assert figures["timeouts"] >= TASKS // 10  # more of them on a machine that is too busy for its peers
     assert re.search(r"w[12] was killed with -9; w3 starts", ran.stdout)
     assert re.search(r"task [0-9a-f]{8}: done on w\d", ran.stdout)
+    assert_says_what_it_starts(ran.stdout)
     assert "Nothing was lost, and nothing was answered twice." in ran.stdout
     assert "coatcheck new shop" in ran.stdout.partition("What to try next:")[2]
     assert max(len(line) for line in ran.stdout.partition("\n\n")[2].splitlines()) <= 80
     demo_on_servers.wait_until_clean()
+
+
+def assert_says_what_it_starts(text: str) -> None:
+    before = text.partition("asking for")[0]
+    ready = re.findall(r"^ *[\d.]+s  ready: (\w+)", before, flags=re.MULTILINE)
+    assert ready[0] == "Postgres"
+    assert set(ready) == {"Postgres", "queues", "peers", "tables", "sweeper", "replicas"}
 
 
 def figures_of(text: str) -> dict[str, int]:
@@ -133,6 +141,9 @@ class Tampering:
 
 
 def assert_view(terminal: Terminal) -> None:
+    start = [frame for frame in terminal.frames if re.search(r"^Postgres +starting", frame, flags=re.MULTILINE)]
+    assert start, terminal.frames[0]
+    assert not any("replica " in frame or "0/0" in frame for frame in start)  # zeros of what does not run yet
     middle = [frame for frame in terminal.frames if "killed -9 at" in frame and f"/{TASKS} answered" in frame]
     assert middle, terminal.screen
     assert all(len(line) <= 80 for frame in terminal.frames[:-1] for line in frame.splitlines())

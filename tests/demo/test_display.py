@@ -90,6 +90,54 @@ def test_view_fits_a_small_terminal(scene):
     assert any("library 0/1" in line and "oracle 0/0" in line for line in lines)
 
 
+@pytest.fixture
+def beginning() -> Scene:
+    """A run that has not asked for anything yet."""
+    made = Scene(Plan(300, 3, seed=1), Chronicle("demo-1-"), began_at_s=BEGAN_S, now_s=BEGAN_S + 3)
+    made.begin("Postgres")
+    made.ready["Postgres"] = BEGAN_S + 1.5
+    made.begin("tables")
+    made.begin("replicas", "w1", "w2", "w3")
+    for name in ("w1", "w2", "w3"):
+        made.add_replica(name)
+    made.note(Event("w2", BEGAN_S + 2.5, "worker_started"))
+    return made
+
+
+def test_beginning_shows_what_is_being_started_and_counts_nothing(beginning):
+    lines = [line.split(maxsplit=1) for line in shown(beginning, width=80) if line]
+
+    rows = {words[0]: " ".join(words[1].split()) for words in lines}
+    assert rows["Postgres"] == "ready at 1.5s"
+    assert rows["tables"] == "starting"
+    assert rows["replicas"] == "1 of 3 ready starting w1 w3"
+    assert "replica" not in rows
+    assert "peers" not in rows
+
+
+@pytest.mark.parametrize("width", [24, 40, 80])
+def test_beginning_fits_the_terminal(beginning, width):
+    beginning.begin("peers", *(f"peer-with-a-long-name-{number}" for number in range(20)))
+
+    lines = shown(beginning, width=width)
+
+    assert max(len(line) for line in lines) <= width
+    assert len(lines) < 24
+
+
+def test_plain_lines_tell_once_what_is_ready(beginning):
+    output = io.StringIO()
+    display = PlainDisplay(make_console(output, is_plain=True))
+
+    display.show(beginning)
+    for name in ("w1", "w3"):
+        beginning.note(Event(name, BEGAN_S + 2.8, "worker_started"))
+    display.show(beginning)
+    display.show(beginning)
+
+    assert output.getvalue().splitlines() == ["   1.5s  ready: Postgres", "   2.8s  ready: replicas w1, w2, w3"]
+
+
 def test_story_is_told_in_the_view(scene):
     lines = shown(scene, width=80)
 

@@ -22,11 +22,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from coatcheck.cli.finding import find_task_id
 from coatcheck.cli.options import broker_option, json_option, make_client, store_option
-from coatcheck.cli.output import clean, emit_json, pretty, say, stderr
+from coatcheck.cli.output import emit_json, is_terminal, pretty, say, stderr
 from coatcheck.cli.payloads import read_problem
 from coatcheck.errors import CoatcheckError, NobodyThere, TaskCancelled, TaskFailed
-from coatcheck.store.rows import TaskState
+from coatcheck.store.rows import Task, TaskState
 from coatcheck.worker.client import Client, Ticket
+from coatcheck.worker.shown import clean
 
 NOT_YET = 3
 PATIENCE_S = 30.0
@@ -76,7 +77,8 @@ def submit(
     BODY is JSON, or @FILE to read it from a file, or - to read it from stdin; without one the body is null. Prints
     the id of the task, which `coatcheck result` and `coatcheck show` take. With --wait it prints the result as JSON
     instead; if the task fails, the problem goes to stderr and the exit code is 1, or 3 if there was no end within
-    --timeout. If the service is not there yet, --wait also waits for that, half a minute at most.
+    --timeout. If the service is not there yet, --wait also waits for that, half a minute at most and no longer
+    than --timeout.
 
     \b
     Example:
@@ -127,8 +129,8 @@ async def _submit(
 ) -> None:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.close)
-        ask = partial(client.submit, service, value, task=task, identity=identity, token=token)
-        ticket = await (_ask_patiently(ask) if waits else ask())
+        ask = partial(client.submit, service, value, task=task, identity=identity, token=token, reply=waits)
+        ticket = await (_ask_patiently(ask, timeout_s) if waits else ask())
         if waits:
             found = await _wait(client, ticket, timeout_s, as_json=as_json)
             _print_result(ticket.task_id, found, as_json=as_json)
@@ -136,11 +138,14 @@ async def _submit(
             emit_json({"task_id": ticket.task_id, "service": service})
         else:
             say(str(ticket.task_id))
+        if task is not None and not waits and await _is_soon_held(client, ticket.task_id):
+            sys.exit(1)
 
 
-async def _ask_patiently(ask: Callable[[], Awaitable[Ticket]]) -> Ticket:
+async def _ask_patiently(ask: Callable[[], Awaitable[Ticket]], timeout_s: float | None) -> Ticket:
     """Ask again while nobody is there to be asked: whoever waits may well have started the service a moment ago."""
-    ends_s = time.monotonic() + PATIENCE_S
+    patience_s = PATIENCE_S if timeout_s is None else min(PATIENCE_S, timeout_s)
+    ends_s = time.monotonic() + patience_s
     has_said = False
     while True:
         try:
@@ -150,7 +155,7 @@ async def _ask_patiently(ask: Callable[[], Awaitable[Ticket]]) -> Ticket:
                 raise
             if not has_said:
                 has_said = True
-                say(f"Waiting up to {PATIENCE_S:g} s: {error}", err=True, style="dim")
+                say(f"Waiting up to {patience_s:g} s: {error}", err=True, style="dim")
             await asyncio.sleep(0.2)
 
 
@@ -180,11 +185,32 @@ async def _tell_if_held(client: Client, task_id: UUID) -> None:
         except CoatcheckError:
             return
         if task is not None and task.state is TaskState.HELD:
-            problem = read_problem(task.value) or {}
-            why = problem.get("detail") or problem.get("title") or "this code cannot run it"
-            story = f"it is tried again from time to time, `coatcheck show {task_id}` has the story"
-            say(f"Task {task_id} is held: {why}; {story}", err=True, style="bold yellow")
+            _say_held(task)
             return
+
+
+async def _is_soon_held(client: Client, task_id: UUID) -> bool:
+    """Look for a moment whether the service has the handler that was named: one that it lacks is held at once."""
+    ends_s = time.monotonic() + LOOK_AGAIN_S
+    try:
+        while time.monotonic() < ends_s:
+            task = await client.find(task_id)
+            if task is not None and task.state is TaskState.HELD:
+                _say_held(task)
+                return True
+            if task is not None and task.state is not TaskState.RUNNING:
+                return False
+            await asyncio.sleep(0.05)
+    except CoatcheckError:
+        pass  # whoever may not look at the store has the id, and that is all there is to say
+    return False
+
+
+def _say_held(task: Task) -> None:
+    problem = read_problem(task.value) or {}
+    why = problem.get("detail") or problem.get("title") or "this code cannot run it"
+    story = f"it is tried again from time to time, `coatcheck show {task.task_id}` has the story"
+    say(f"Task {task.task_id} is held: {why}; {story}", err=True, style="bold yellow")
 
 
 async def _follow(ticket: Ticket) -> None:
@@ -268,8 +294,10 @@ async def _result(client: Client, written: str, timeout_s: float | None, *, as_j
 def _print_result(task_id: UUID, value: Any, *, as_json: bool) -> None:
     if as_json:
         emit_json({"task_id": task_id, "state": TaskState.DONE, "result": value})
-    elif isinstance(value, bytes):
+    elif isinstance(value, bytes) and not is_terminal():
         sys.stdout.buffer.write(value)
+    elif isinstance(value, bytes):
+        say(value.decode("utf-8", "backslashreplace"))
     else:
         click.echo(pretty(value))
 

@@ -14,7 +14,7 @@ from coatcheck.cli.payloads import read_problem
 from coatcheck.cli.show import fix_for
 from coatcheck.errors import InvalidSettings
 from coatcheck.store.migrate import newest_version
-from coatcheck.store.queries import Late, ServiceCount, Summary
+from coatcheck.store.queries import Backlog, Late, ServiceCount, Summary
 from coatcheck.store.rows import TaskId, TaskState
 from coatcheck.store.store import Store
 from coatcheck.worker.exposure import SILENCE, find_exposures
@@ -87,11 +87,12 @@ def check_schema(found: str | None, place: str) -> Finding:
 
 
 async def check_tasks(store: Store, services: Sequence[ServiceCount], *, grace: timedelta) -> list[Finding]:
-    """All that the rows tell: wakers, what is late, what is held, what has no identity."""
+    """All that the rows tell: wakers, what is late, what waits to be sent, what is held, what has no identity."""
     held = await store.summarise_tasks(states=[TaskState.HELD], limit=MOST_LISTED + 1)
     return [
         judge_wakers(await store.without_waker(limit=MOST_LISTED + 1)),
         *judge_late(await store.find_late(grace=grace), grace),
+        *judge_unsent(await store.find_unsent(grace=grace)),
         *judge_held(held),
         *judge_nameless(services),
     ]
@@ -119,6 +120,26 @@ def judge_late(late: Sequence[Late], grace: timedelta) -> list[Finding]:
             )
             findings.append(Finding(Status.FAIL, "overdue", text, START_WORKER))
     return findings or [Finding(Status.OK, "overdue", f"nothing is overdue by more than {duration(grace)}")]
+
+
+def judge_unsent(backlogs: Sequence[Backlog]) -> list[Finding]:
+    """Name the queues that do not take what they are sent. What waits for them is safe in its rows."""
+    findings = []
+    for each in backlogs[:MOST_LISTED]:
+        if each.peer is None:
+            text = f"{each.count} final replies wait, the oldest for {duration(each.oldest)}: their reply queues refuse"
+            fix = "let the requesters read their reply queues, or delete those; the sweeper sends the replies by itself"
+        else:
+            text = f"{each.count} calls wait for the queue {each.peer}, the oldest for {duration(each.oldest)}"
+            fix = (
+                f"start or scale {each.peer}, or raise its queue's length limit, or bring its node back; the sweeper "
+                "sends the calls by itself"
+            )
+        findings.append(Finding(Status.WARN, "unsent", text, fix))
+    if len(backlogs) > MOST_LISTED:
+        text = f"and for {len(backlogs) - MOST_LISTED} queues more"
+        findings.append(Finding(Status.WARN, "unsent", text, "look at those listed first"))
+    return findings or [Finding(Status.OK, "unsent", "every call and final reply was taken by its queue")]
 
 
 def judge_held(held: Sequence[Summary]) -> list[Finding]:
@@ -161,6 +182,7 @@ async def check_service(broker: Broker, service: str, *, unfinished_count: int) 
             await broker.declare_service(service)
         except InvalidSettings as error:
             findings = [Finding(Status.FAIL, "queues", redacted(str(error)), _recreate(names))]
+        findings += judge_odd_queues(broker, names)
         findings.append(judge_workers(service, facts[names.requests], unfinished_count=unfinished_count))
     findings.append(judge_dead(service, facts[names.dead]))
     return findings
@@ -173,6 +195,15 @@ def judge_topology(service: str, facts: dict[str, QueueFacts], *, unfinished_cou
     status = Status.FAIL if unfinished_count or len(missing) < len(facts) else Status.WARN
     fix = f"{START_WORKER}  (makes them, and so does: coatcheck declare {service})"
     return Finding(status, "queues", f"{service}: {', '.join(missing)} missing", fix)
+
+
+def judge_odd_queues(broker: Broker, names: Names) -> list[Finding]:
+    """Queues of ours that another program made otherwise. They work, with less than we promise."""
+    return [
+        Finding(Status.WARN, "queues", f"{queue} was not made by Coatcheck. {text}", _recreate(names))
+        for queue, text in broker.odd_queues.items()
+        if queue in names.queues
+    ]
 
 
 def judge_workers(service: str, requests: QueueFacts, *, unfinished_count: int) -> Finding:
@@ -200,6 +231,9 @@ async def check_sweeper(broker: Broker, queue: str, *, unfinished_count: int) ->
         except InvalidSettings as error:
             fix = f"delete the queue {queue} on the broker, then: coatcheck sweeper"
             return Finding(Status.FAIL, "sweeper", redacted(str(error)), fix)
+        if odd := broker.odd_queues.get(queue):
+            fix = f"delete the queue {queue} on the broker, then: coatcheck sweeper"
+            return Finding(Status.WARN, "sweeper", f"{queue} was not made by Coatcheck. {odd}", fix)
     return judge_sweeper(facts, unfinished_count=unfinished_count)
 
 

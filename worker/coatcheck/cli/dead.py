@@ -12,13 +12,15 @@ from typing import Any
 import click
 
 from coatcheck.broker import connect
+from coatcheck.broker.headers import SIZE
 from coatcheck.broker.port import Broker
 from coatcheck.cli import letters as dead_letters
 from coatcheck.cli.letters import Action, Letter, Outcome, count_letters, look, settle
 from coatcheck.cli.options import CONNECT_BUDGET, Command, broker_option, json_option, load_settings
-from coatcheck.cli.output import duration, emit_json, moment, say, say_facts, say_table
+from coatcheck.cli.output import duration, emit_json, moment, say, say_block, say_facts, say_table
 from coatcheck.cli.payloads import read_message
 from coatcheck.worker import servers
+from coatcheck.worker.shown import clean
 
 LARGEST_BODY = 128 * 1024 * 1024
 """A message may be dead because it was over the limit; redriving it must not fail for the same reason here."""
@@ -112,7 +114,7 @@ def _pick(found: Sequence[Letter], written: str) -> Letter:
         return found[int(written) - 1]
     fitting = {letter.letter_id: letter for letter in found if letter.letter_id.startswith(written)}
     if len(fitting) > 1:
-        listed = "\n".join(f"  {letter_id}" for letter_id in list(fitting)[:MOST_LISTED])
+        listed = "\n".join(f"  {clean(letter_id)}" for letter_id in list(fitting)[:MOST_LISTED])
         raise click.UsageError(f"{written!r} fits more than one dead letter:\n{listed}")
     if not fitting:
         raise click.ClickException(f"there is no dead letter {written!r}; `coatcheck dead ls` lists them")
@@ -136,15 +138,16 @@ def _print_letter(letter: Letter, *, limit: int | None) -> None:
             *((name, str(value)) for name, value in sorted(message.headers.items())),
         ]
     )
-    say(f"\nBody ({len(message.body)} bytes)", style="bold")
+    size, kept = message.headers.get(SIZE), len(message.body)
+    whole = f"the first {kept} of {str(size)[:20]}" if size is not None else str(kept)
+    say(f"\nBody ({whole} bytes)", style="bold")
     payload = read_message(message)
     if payload.error is not None:  # it may well be what the letter died of
-        say(f"  {payload.error}")
+        say_block(payload.error)
         shown = message.body if limit is None else message.body[:limit]
-        say(f"  {shown.decode('utf-8', 'backslashreplace')}{' …' if len(shown) < len(message.body) else ''}")
-        return
-    for line in payload.as_text(limit).splitlines():
-        say(f"  {line}")
+        say_block(f"{shown.decode('utf-8', 'backslashreplace')}{' …' if len(shown) < len(message.body) else ''}")
+    else:
+        say_block(payload.as_text(limit))
 
 
 def _row(number: int, letter: Letter) -> list[str]:

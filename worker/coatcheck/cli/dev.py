@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,6 +32,7 @@ from coatcheck.store.rows import TaskState
 from coatcheck.store.store import Store
 from coatcheck.worker.servers import HOME, settle
 from coatcheck.worker.settings import EMBEDDED_STORE, Checkpointing, LogLevel, Settings, is_embedded
+from coatcheck.worker.streams import flush
 from coatcheck.worker.worker import check_schema
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -110,6 +112,7 @@ def make_environ(settings: Settings, *, broker: str | None, store: str | None) -
         # `info` at least: it tells us when they have started. What is shown is decided here.
         "COATCHECK_LOG_LEVEL": "debug" if settings.log_level is LogLevel.DEBUG else "info",
         "COATCHECK_GRACE": f"{settings.grace.total_seconds():g}",
+        "COATCHECK_LOG_TRACEBACKS": os.environ.get("COATCHECK_LOG_TRACEBACKS") or "true",
         "PYTHONUNBUFFERED": "1",
     }
     if settings.health_port is not None:
@@ -132,8 +135,8 @@ class Loop:
     async def run(self) -> None:
         """Run until a signal. Raises CoatcheckError or click.ClickException if it cannot start or go on."""
         working = asyncio.ensure_future(self._work())
-        self._screen.on_deaf = working.cancel
         loop = asyncio.get_running_loop()
+        self._screen.on_deaf = partial(loop.call_soon_threadsafe, working.cancel)
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, working)
         try:
@@ -153,6 +156,7 @@ class Loop:
             self._screen.say("killed; nothing is lost")
             if self._crew is not None:
                 self._crew.kill()
+            flush()
             os._exit(KILLED)
         self._screen.say("stopping; Ctrl-C again kills")
         working.cancel()

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from coatcheck.cli.dev_probe import Offer
-from coatcheck.cli.output import clean
 from coatcheck.worker.settings import Checkpointing, Settings, is_embedded, redacted
+from coatcheck.worker.shown import clean
 
 PASSWORD_FILE = "postgres/password"  # noqa: S105 -- where it is, not what it is
 
@@ -30,6 +30,7 @@ def make_banner(
     workers = f"{replica_count} worker{'s' if replica_count > 1 else ''}"
     services = ", ".join(f"{offer.service} ({workers})" for offer in offers)
     body = f" {shlex.quote(first.example)}" if first.example else ""
+    body += f" --task {shlex.quote(first.task)}" if first.task else ""
     facts = [
         ("runs", services if settings.checkpointing is Checkpointing.OFF else f"{services} and a sweeper"),
         *_describe_servers(settings, embedded),

@@ -12,34 +12,24 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, get_origin
 
 import click
 
 from coatcheck.cli.apps import load_app
 from coatcheck.cli.dev_probe import Offer
+from coatcheck.cli.dev_samples import example_of
 from coatcheck.errors import CoatcheckError
-from coatcheck.worker.app import App, Handler
-
-SAMPLES: Mapping[type, Any] = {str: "…", int: 1, float: 1.5, bool: True, list: [], dict: {}}
+from coatcheck.worker.app import App
 
 
 def describe(reference: str, app: App) -> Offer:
+    names = tuple(sorted(app.handlers))
     handler = app.find_handler(None)
-    return Offer(reference, app.service, tuple(sorted(app.handlers)), example_of(handler) if handler else '"…"')
-
-
-def example_of(handler: Handler) -> str:
-    """A body this handler may take, as JSON, with dots where only its author knows better; empty if it takes none."""
-    parameters = handler.binding.parameters
-    if not parameters:
-        return ""
-    samples = {it.name: SAMPLES.get(get_origin(it.type) or it.type, "…") for it in parameters}
-    if len(parameters) == 1:
-        return json.dumps(samples[parameters[0].name], ensure_ascii=False)
-    return json.dumps({it.name: samples[it.name] for it in parameters if it.is_required}, ensure_ascii=False)
+    if handler is not None or not names:
+        return Offer(reference, app.service, names, example_of(handler) if handler else '"…"')
+    named = app.handlers[names[0]]
+    return Offer(reference, app.service, names, example_of(named), task=names[0])
 
 
 def _main(reference: str) -> int:

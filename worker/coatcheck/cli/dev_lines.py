@@ -8,21 +8,21 @@ everybody repeats while a server is away. What is no log event
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, Self
+from datetime import UTC, datetime
+from typing import Any, Self, TextIO, cast
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
 from coatcheck.cli.dev_repeats import Repeats
-from coatcheck.cli.output import clean
+from coatcheck.cli.output import LONGEST_IN_COLOUR, Terminal
 from coatcheck.worker.settings import LogLevel
+from coatcheck.worker.shown import clean
+from coatcheck.worker.streams import LineFile, line_stream
 
 STARTED = frozenset({"worker_started", "sweeper_started"})
 LEVELS = tuple(LogLevel)
@@ -44,6 +44,8 @@ _EVERYDAY_FACTS: Mapping[str, object] = {
 }
 """Worth a word only when they have another value."""
 _WITH_STORY = frozenset({"task_failed", "task_held", "task_crashed_repeatedly"})
+_BLOCKS = ("exception", "stack", "traceback")
+"""What takes lines of its own."""
 _COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -63,19 +65,12 @@ def read_line(raw: bytes) -> Said:
     text = raw.decode("utf-8", "replace").rstrip("\r\n")
     try:
         found = msgspec.json.decode(raw) if text.startswith("{") else None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("event"), str):
         return Said(text)
     event, level, stamp = found.pop("event"), str(found.pop("level", "info")), found.pop("timestamp", None)
     return Said(text, event, level, _instant(stamp), found)
-
-
-class Terminal(Console):
-    """A console that tells us when its reader has left, instead of ending the process."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
 
 
 class Screen:
@@ -92,9 +87,15 @@ class Screen:
 
     @classmethod
     def on_stdout(cls, *, level: LogLevel) -> Self:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # whatever users print, and whatever the locale can show
-        return cls(Terminal(file=sys.stdout, highlight=False, soft_wrap=True), level=level)
+        """A terminal that is stopped with Ctrl-S, or a reader that does not read, must not make `dev` deaf."""
+        try:
+            stream = line_stream(sys.stdout.fileno())
+        except (OSError, ValueError):  # in memory, as in a test
+            return cls(Terminal(file=sys.stdout, highlight=False, soft_wrap=True), level=level)
+        file = LineFile(stream, encoding=sys.stdout.encoding, is_terminal=sys.stdout.isatty())
+        screen = cls(Terminal(file=cast("TextIO", file), highlight=False, soft_wrap=True), level=level)
+        stream.on_gone = screen.go_deaf
+        return screen
 
     def add(self, *labels: str) -> None:
         """Give everyone a colour, and room for the longest label."""
@@ -119,10 +120,22 @@ class Screen:
             return
         try:
             for line in lines:
-                self._console.print(line)
-        except OSError:  # a pipe whose reader left, a terminal that was closed
+                self._print(line)
+        except OSError:
+            self.go_deaf()
+
+    def go_deaf(self) -> None:
+        """The reader has left: of a pipe, or by closing the terminal. May be called from any thread, and repeated."""
+        if not self.is_deaf:
             self.is_deaf = True
             self.on_deaf()
+
+    def _print(self, line: Text) -> None:
+        """A long line has no colours: rich takes its time with each of a million characters."""
+        if len(line) > LONGEST_IN_COLOUR:
+            self._console.file.write(f"{line.plain}\n")
+        else:
+            self._console.print(line)
 
     def _is_shown(self, said: Said) -> bool:
         if self._level is LogLevel.DEBUG:
@@ -146,7 +159,7 @@ class Screen:
     def _render(self, said: Said) -> list[Text]:
         facts = dict(said.facts)
         task_id = str(facts.get("task_id") or "")
-        blocks = [str(facts.pop(name)) for name in ("exception", "stack") if "\n" in str(facts.get(name, ""))]
+        blocks = [str(facts.pop(name)) for name in _BLOCKS if "\n" in str(facts.get(name, ""))]
         line = Text()
         line.append(said.at.astimezone().strftime("%H:%M:%S ") if said.at else "", style="dim")
         line.append(f"{clean(str(said.event)):<{EVENT_WIDTH}}", style=LEVEL_STYLES.get(said.level))
@@ -156,9 +169,12 @@ class Screen:
                 line.append(f" {clean(task_id[:SHORT_ID])}")
                 line.append(f" {clean(str(facts.pop('handler', '') or ''))}".rstrip())
                 facts.pop("task_id")
+        about = facts.pop("about", None)
         for name, value in facts.items():
             line.append(f"  {clean(name)}=", style="dim")
             line.append(_shown(value))
+        if about is not None:
+            line.append(f"  ({_shown(about)})", style="dim")
         if said.event in _WITH_STORY and task_id:
             line.append(f"  → coatcheck show {clean(task_id[:SHORT_ID])}", style="bold")
         return [line, *(Text(clean(each)) for block in blocks for each in block.splitlines())]
@@ -173,16 +189,20 @@ class Screen:
 
 def _own_words(text: str) -> Text:
     """What a user's code printed: its colours are kept, and nothing else of it may move the cursor."""
+    if len(text) > LONGEST_IN_COLOUR:
+        return Text(clean(_COLOUR_CODES.sub("", text)))
     pieces = _COLOUR_CODES.split(text)
     codes = [*_COLOUR_CODES.findall(text), ""]
     return Text.from_ansi("".join(clean(piece) + code for piece, code in zip(pieces, codes, strict=True)))
 
 
 def _is_of_course(said: Said) -> bool:
-    """What happens at every start or stop, and the answer to a `coatcheck submit` that did not wait for it."""
-    reply_to = str(said.facts.get("reply_to"))
-    is_unwanted = said.event == "final_reply_had_no_route" and reply_to.startswith(_PRIVATE_QUEUES)
-    return said.event in _UNSEEN_EVENTS or is_unwanted
+    """What happens at every start or stop, and the answer to a client that did not wait for it."""
+    if said.event != "final_reply_had_no_route":
+        return said.event in _UNSEEN_EVENTS
+    found = said.facts.get("reply_to")
+    queues = found if isinstance(found, list) else [found]
+    return all(str(queue).startswith(_PRIVATE_QUEUES) for queue in queues)
 
 
 def _is_everyday(name: str, value: object) -> bool:
@@ -193,12 +213,16 @@ def _shown(value: object) -> str:
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         value = ",".join(value)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    text = clean(text).replace("\n", "⏎")
-    return text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]}…"
+    shown = clean(text[:LONGEST_FACT]).replace("\n", "⏎")
+    return shown if len(text) <= LONGEST_FACT else f"{shown}…"
+
+
+_EARLIEST_YEAR, _LATEST_YEAR = 1970, 9000
 
 
 def _instant(stamp: object) -> datetime | None:
     try:
-        return datetime.fromisoformat(str(stamp))
-    except ValueError:
+        found = datetime.fromisoformat(str(stamp)).astimezone(UTC)
+    except (ValueError, OverflowError, OSError):
         return None
+    return found if _EARLIEST_YEAR < found.year < _LATEST_YEAR else None  # others leave no room to reckon with

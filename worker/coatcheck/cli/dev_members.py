@@ -2,8 +2,9 @@
 
 start ──► started ──► ends by itself ──► a pause that grows ──► start
   └─────► ends before it has started, three times ──► left alone until the code changes
-replace: SIGTERM, it drains; SIGKILL if it takes too long; start
-stop:    the same, without the start
+replace: start another; once it has started, SIGTERM for the old one, it drains; SIGKILL if it takes too long
+         the other does not start: it is ended, and the old one stays
+stop:    SIGTERM, SIGKILL if it takes too long
 """
 
 from __future__ import annotations
@@ -37,6 +38,37 @@ class Bond:
     patience_s: float
 
 
+class Life:
+    """A process, from its start to its end."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.has_started = False
+        self.settled = asyncio.Event()
+        """It has said that it is ready, or it has ended."""
+        self.ended = asyncio.ensure_future(process.wait())
+        self.ended.add_done_callback(lambda _: self.settled.set())
+        self.reading: asyncio.Future[None] | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    async def wait_started(self) -> bool:
+        """Wait until it is ready or has ended, for so long and no longer; tell whether it is ready."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_PATIENCE_S):
+                await self.settled.wait()
+        return self.has_started
+
+    def close(self) -> None:
+        """Leave nothing behind, where we are cut off: otherwise it has ended."""
+        self.signal(signal.SIGKILL)
+        if self.reading is not None:
+            self.reading.cancel()
+
+
 class Member:
     """A process and its successors. `keep` runs them; the other methods tell it what to do."""
 
@@ -46,68 +78,97 @@ class Member:
         self._arguments = arguments
         self._bond = bond
         self._screen = screen
-        self._process: Process | None = None
-        self._has_started = False
+        self._life: Life | None = None
+        self._successor: Life | None = None
+        """A process that is ready to take the place of the present one, which is about to end."""
         self._is_ended_by_us = False
         self._is_stopping = False
         self._nudged = asyncio.Event()
-        self._settled = asyncio.Event()
-        """The newest process has started, or there will be none by itself."""
+        self._is_begun = asyncio.Event()
+        """The newest process runs, or there will be none by itself."""
 
     async def keep(self) -> None:
         """Keep a process running until `stop`; none is left when this returns."""
         deaths = Deaths()
-        while not self._is_stopping:
-            began_s = time.monotonic()
-            code = await self._run_once()
-            if self._is_ended_by_us:
-                self._is_ended_by_us, deaths = False, Deaths()
-                continue
-            pause_s = deaths.add(has_started=self._has_started, lived_s=time.monotonic() - began_s)
-            self._tell_end(code, pause_s, deaths.false_start_count)
-            await self._pause(pause_s)
-            if pause_s is None:
-                deaths = Deaths()
+        try:
+            while not self._is_stopping:
+                began_s = time.monotonic()
+                life, code = await self._run_once()
+                if self._is_ended_by_us:
+                    self._is_ended_by_us, deaths = False, Deaths()
+                    continue
+                pause_s = deaths.add(has_started=life.has_started, lived_s=time.monotonic() - began_s)
+                self._tell_end(life, code, pause_s, false_start_count=deaths.false_start_count)
+                await self._pause(pause_s)
+                if pause_s is None:
+                    deaths = Deaths()
+        finally:
+            if self._successor is not None:
+                self._successor.close()
 
     async def replace(self) -> bool:
-        """Put a new process in the place of the old one; tell whether it has started."""
-        self._settled.clear()
-        self._is_ended_by_us = self._process is not None
+        """Put a new process in the place of the old one; tell whether it has started. If not, the old one stays."""
+        if self._life is None or not self._life.has_started:
+            return await self._begin_again()
+        life = await self._spawn()
+        try:
+            if await life.wait_started() and not self._is_stopping:
+                await self._hand_over(life)
+                return True
+            await self._end(life)
+            return False
+        finally:
+            if self._successor is not life and self._life is not life:
+                life.close()
+
+    async def _hand_over(self, life: Life) -> None:
+        self._successor = life
+        self._is_ended_by_us = self._life is not None
         self._nudged.set()
-        await self._end()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(START_PATIENCE_S):
-                await self._settled.wait()
-        return self._has_started
+        if self._life is not None:
+            await self._end(self._life)
+
+    async def _begin_again(self) -> bool:
+        """Start what does not run, or has not started yet, with the code as it is now."""
+        self._is_begun.clear()
+        self._is_ended_by_us = self._life is not None
+        self._nudged.set()
+        if self._life is not None:
+            await self._end(self._life)
+        await self._is_begun.wait()
+        return self._life is not None and await self._life.wait_started()
 
     async def stop(self) -> None:
         """End the process, gently first. Safe to repeat."""
         self._is_stopping = self._is_ended_by_us = True
         self._nudged.set()
-        await self._end()
+        if self._life is not None:
+            await self._end(self._life)
 
     def kill(self) -> None:
         """End the process on the spot."""
         self._is_stopping = self._is_ended_by_us = True
-        self._signal(signal.SIGKILL)
+        for life in (self._life, self._successor):
+            if life is not None:
+                life.signal(signal.SIGKILL)
 
-    async def _run_once(self) -> int:
-        self._has_started = False
-        process = self._process = await self._spawn()
+    async def _run_once(self) -> tuple[Life, int]:
+        life, self._successor = self._successor or await self._spawn(), None
+        self._life = life
+        self._is_begun.set()
         if self._is_stopping:  # it was told to while there was nothing to stop yet
-            self._signal(signal.SIGTERM)
-        reading = asyncio.ensure_future(self._read(process))
+            life.signal(signal.SIGTERM)
         try:
-            code = await process.wait()
-            await asyncio.wait([reading], timeout=LAST_WORDS_S)
+            code = await asyncio.shield(life.ended)
+            assert life.reading is not None
+            await asyncio.wait([life.reading], timeout=LAST_WORDS_S)
         finally:
-            reading.cancel()
-            self._signal(signal.SIGKILL)  # only where we were cut off: otherwise it has ended
-            self._process = None
-        return code
+            life.close()
+            self._life = None
+        return life, code
 
-    async def _spawn(self) -> Process:
-        return await asyncio.create_subprocess_exec(
+    async def _spawn(self) -> Life:
+        process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "coatcheck.cli.dev_child", str(os.getpid()), str(self._bond.lifeline)),
             *self._arguments,
             env=self._bond.environ,
@@ -117,52 +178,45 @@ class Member:
             pass_fds=(self._bond.lifeline,),
             start_new_session=True,  # Ctrl-C is for `dev` alone, which then stops the others in order
         )
+        life = Life(process)
+        life.reading = asyncio.ensure_future(self._read(life))
+        return life
 
-    async def _read(self, process: Process) -> None:
-        async for line in _lines_of(process):
+    async def _read(self, life: Life) -> None:
+        async for line in _lines_of(life.process):
             said = read_line(line)
             if said.event in STARTED:
-                self._has_started = True
-                self._settled.set()
+                life.has_started = True
+                life.settled.set()
             self._screen.show(self.name, said)
 
-    async def _end(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        self._signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(self._bond.patience_s):
-                await process.wait()
-        except TimeoutError:
+    async def _end(self, life: Life) -> None:
+        life.signal(signal.SIGTERM)
+        await asyncio.wait([life.ended], timeout=self._bond.patience_s)
+        if not life.ended.done():
             self._screen.say(f"{self.name} did not stop within {self._bond.patience_s:g} s and is killed")
-            self._signal(signal.SIGKILL)
-            await process.wait()
+            life.signal(signal.SIGKILL)
+            await asyncio.wait([life.ended])
 
     async def _pause(self, pause_s: float | None) -> None:
         """Wait for so long, or until somebody has a reason to go on; None: only for that."""
         if pause_s is None:
             self.given_up.set()
-            self._settled.set()
+            self._is_begun.set()
         self._nudged.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._nudged.wait()
         self.given_up.clear()
 
-    def _tell_end(self, code: int, pause_s: float | None, false_start_count: int) -> None:
-        how = describe_end(code)
+    def _tell_end(self, life: Life, code: int, pause_s: float | None, *, false_start_count: int) -> None:
+        who, how = f"{self.name} (pid {life.process.pid})", describe_end(code)
         if pause_s is None:
             series = f"before it had started, {false_start_count} times in a row"
-            text = f"{self.name} {how} {series}; it is left alone until the code changes"
+            text = f"{who} {how} {series}; it is left alone until the code changes"
         else:
-            text = f"{self.name} {how}; it starts again in {pause_s:g} s"
+            text = f"{who} {how}; it starts again in {pause_s:g} s"
         self._screen.say(text, style="bold red" if pause_s is None else "bold yellow")
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(number)
 
 
 async def _lines_of(process: Process) -> AsyncIterator[bytes]:

@@ -21,6 +21,8 @@ class Offer:
     service: str
     handlers: tuple[str, ...]
     example: str
+    task: str = ""
+    """The handler that the example is for, if it has to be named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,8 @@ def doctor(
     """Check the installation, and print the fix for what is wrong.
 
     It looks at both connections and whether they are encrypted, the schema, the queues of each service, the sweeper,
-    dead letters, tasks that are overdue or held, and whether every unfinished task has something that will move it. The
-    exit code is 1 if anything failed; warnings alone leave it at 0.
+    dead letters, queues that refuse calls or replies, tasks that are overdue or held, and whether every unfinished task
+    has something that will move it. The exit code is 1 if anything failed; warnings alone leave it at 0.
 
     \b
     Example:

@@ -127,6 +127,8 @@ async def redrive(broker: Broker, letters: Sequence[Letter]) -> list[str | None]
     for index, routing in zip(ways, routings, strict=True):
         if routing is Routing.NO_ROUTE:
             troubles[index] = f"its queue {ways[index].to!r} is gone"
+        elif routing is Routing.REFUSED:
+            troubles[index] = f"its queue {ways[index].to!r} does not take it: it is full, or away"
     return troubles
 
 
@@ -156,9 +158,9 @@ def _text(message: Message, header: str) -> str:
 def _instant(text: str) -> datetime | None:
     try:
         found = datetime.fromisoformat(text)
-    except ValueError:
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
         return None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _digest(message: Message) -> str:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
-from importlib.metadata import version as installed_version
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import click
 
-from coatcheck.cli.asking import result, submit
-from coatcheck.cli.cancelling import cancel
-from coatcheck.cli.dead import dead
-from coatcheck.cli.demo import demo
-from coatcheck.cli.dev import dev
-from coatcheck.cli.doctor import doctor
-from coatcheck.cli.new import new
-from coatcheck.cli.processes import sweeper, worker
-from coatcheck.cli.ps import ps
-from coatcheck.cli.setup import declare, migrate, version
-from coatcheck.cli.show import show
 from coatcheck.errors import CoatcheckError
-from coatcheck.worker.logs import QUIET_LOGGERS, configure
-from coatcheck.worker.settings import LogFormat, LogLevel, redacted
+
+# Nothing else is imported here: `coatcheck --help` must not wait for database drivers. A command's module is imported
+# when the command is asked for; until then this table speaks for it.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "demo": ("demo", "See it work: replicas, peers, a kill -9, nothing lost."),
+    "new": ("new", "Write a small project to begin with."),
+    "dev": ("dev", "Run services while you write them."),
+    "migrate": ("setup", "Bring the database schema up to date."),
+    "declare": ("setup", "Make the queues of services, and the sweeper's."),
+    "worker": ("processes", "Run one replica of a service."),
+    "sweeper": ("processes", "Run the process that notices what is overdue."),
+    "submit": ("asking", "Hand a request to a service."),
+    "result": ("asking", "Print the result of a task, waiting for it."),
+    "ps": ("ps", "List tasks and what they wait for."),
+    "show": ("show", "Show everything about one task."),
+    "cancel": ("cancelling", "Cancel a task, wherever it is."),
+    "dead": ("dead", "Look after messages that nobody could deal with."),
+    "doctor": ("doctor", "Check the installation, and print the fix for what is wrong."),
+    "version": ("setup", "Print the versions of Coatcheck, its schema and Python."),
+}
+"""Each command with its module and its line in the list, in the order a newcomer meets them."""
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -36,25 +47,62 @@ class Commands(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order a newcomer meets them, not by alphabet
+        return list(COMMANDS)  # in their own order, not by alphabet
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _ = COMMANDS[cmd_name]
+        found: click.Command = getattr(import_module(f"coatcheck.cli.{module}"), cmd_name)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        _open_closed_streams()
+        return super().main(*args, **extra)
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _output_that_may_fail():  # --help and --version write here
+            return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            returned = super().invoke(ctx)
-            sys.stdout.flush()  # a broken pipe should show here, not while Python shuts down
+            with _output_that_may_fail():
+                returned = super().invoke(ctx)
+                sys.stdout.flush()  # a broken pipe should show here, not while Python shuts down
         except (KeyboardInterrupt, click.Abort):
             ctx.exit(INTERRUPTED)
-        except BrokenPipeError:
-            _forget_stdout()
-            ctx.exit(BROKEN_PIPE)
         except (CoatcheckError, ExceptionGroup) as error:
             leaves = _leaves(error)
             if not all(isinstance(leaf, CoatcheckError) for leaf in leaves):
                 raise
+            from coatcheck.worker.shown import clean, redacted
+
             for text in dict.fromkeys(redacted(str(leaf)) for leaf in leaves):
-                click.echo(f"Error: {text}", err=True)
+                click.echo(f"Error: {clean(text)}", err=True)
             ctx.exit(1)
         return returned
+
+
+@contextmanager
+def _output_that_may_fail() -> Iterator[None]:
+    """Exit quietly when the reader of our output has left, and with one line when there is no room for it."""
+    try:
+        yield
+    except BrokenPipeError:
+        _forget_stdout()
+        raise click.exceptions.Exit(BROKEN_PIPE) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _forget_stdout()
+        raise click.ClickException(f"the output could not be written: {error.strerror}") from error
+    finally:
+        if streams := sys.modules.get("coatcheck.worker.streams"):  # never imported: nothing was logged
+            streams.flush()  # what was logged stands before what is said at the end
 
 
 @click.group(
@@ -62,7 +110,7 @@ class Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Every command that prints data has --json. Settings come from options, then from COATCHECK_* variables.",
 )
-@click.version_option(installed_version("coatcheck"), message="coatcheck %(version)s")
+@click.version_option(package_name="coatcheck", message="coatcheck %(version)s")
 def main() -> None:
     """Tasks that wait: run the workers that carry them, and look after the tasks.
 
@@ -74,25 +122,28 @@ def main() -> None:
       coatcheck submit shop '{"item": "hat"}' --wait       (in another terminal)
       coatcheck ps
     """
+    from coatcheck.worker.logs import QUIET_LOGGERS, configure
+    from coatcheck.worker.settings import LogFormat, LogLevel
+
     # Tools speak for themselves; what the libraries underneath log would only get in between.
     configure(LogFormat.CONSOLE, LogLevel.ERROR)
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-for command in (
-    *(demo, new, dev),
-    *(migrate, declare, worker, sweeper),
-    *(submit, result, ps, show, cancel),
-    *(dead, doctor, version),
-):
-    main.add_command(command)
-
-
 def _leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
     return [error]
+
+
+def _open_closed_streams() -> None:
+    """Point stdout and stderr at nothing if we were started without them, lest the next file be taken for one."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(nothing, True)
+            setattr(sys, name, os.fdopen(nothing, "w", encoding="utf-8"))
 
 
 def _forget_stdout() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import keyword
 import os
 import re
+import shlex
+import shutil
 import string
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
 from importlib.metadata import packages_distributions
 from importlib.metadata import version as installed_version
 from importlib.resources import files
@@ -15,7 +18,9 @@ from pathlib import Path
 
 import click
 
+from coatcheck.cli import vendor
 from coatcheck.cli.output import say
+from coatcheck.worker.settings import redacted
 
 TAKEN_NAMES = sys.stdlib_module_names | {"coatcheck", "tests"}
 LONGEST_NAME = 48
@@ -50,10 +55,17 @@ class Template(string.Template):
     metavar="DIR",
     help="Where to write it.  [default: a directory called NAME, here]",
 )
-def new(name: str, path: Path | None) -> None:
+@click.option(
+    "--source",
+    metavar="PATH|GIT_URL|index",
+    help="What the project gets Coatcheck from: a clone, a wheel, git+https://…, or a package index.  [default: where "
+    "this Coatcheck came from]",
+)
+def new(name: str, path: Path | None, source: str | None) -> None:
     """Write a small project: a service that waits, a peer it calls, a test, and what it takes to run them.
 
-    NAME becomes the Python package and the name of the service. Nothing is overwritten.
+    NAME becomes the Python package and the name of the service. Nothing is overwritten. Unless Coatcheck comes from an
+    index, its wheel is built and put into the project's vendor/.
 
     \b
     Example:
@@ -63,16 +75,25 @@ def new(name: str, path: Path | None) -> None:
     """
     check_name(name)
     directory = path or Path(name)
-    pages = make_pages(name)
-    in_the_way = [target for target in pages if os.path.lexists(directory / target)]
+    found = vendor.find_source(source)
+    _check_place(directory, [*make_pages(name), *([Path("vendor")] if found is not None else [])])
+    with tempfile.TemporaryDirectory(prefix="coatcheck-new-") as scratch:
+        vendored = None if found is None else vendor.build(found, Path(scratch))
+        try:
+            write(directory, make_pages(name, vendored))
+            if vendored is not None:
+                (directory / "vendor").mkdir()
+                shutil.copy(vendored.wheel, directory / "vendor")
+        except OSError as error:
+            raise click.ClickException(f"{error.filename or directory} cannot be written: {error.strerror}") from error
+    _tell_what_next(directory, vendored)
+
+
+def _check_place(directory: Path, targets: Iterable[Path]) -> None:
+    in_the_way = [target for target in targets if os.path.lexists(directory / target)]
     if in_the_way:
         listed = "\n".join(f"  {directory / target}" for target in in_the_way)
         raise click.ClickException(f"nothing was written, for these are there already:\n{listed}")
-    try:
-        write(directory, pages)
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or directory} cannot be written: {error.strerror}") from error
-    _tell_what_next(name, directory)
 
 
 def check_name(name: str) -> None:
@@ -88,10 +109,18 @@ def check_name(name: str) -> None:
         raise click.UsageError(f"{name!r} will not do: it is a package of {owners[0]}, which is installed here")
 
 
-def make_pages(name: str) -> dict[Path, str]:
+def make_pages(name: str, vendored: vendor.Vendored | None = None) -> dict[Path, str]:
     """The files of the project, by their paths in it."""
     folder = files("coatcheck.cli") / "templates"
-    values = {"name": name, "version": installed_version("coatcheck")}
+    values = {"name": name, "version": installed_version("coatcheck"), "copied": "", "wheel": "", "origin": ""}
+    if vendored is not None:
+        wheel = f"vendor/{vendored.wheel.name}"
+        origin = (
+            f"\n`{wheel}` is the Coatcheck this project was made with. To bring another along, put its wheel there\n"
+            "(`pip wheel --no-deps --wheel-dir vendor SOURCE`) and name it in the Dockerfile.\n"
+        )
+        values |= {"version": vendored.version, "origin": origin}
+        values |= {"copied": "COPY vendor vendor\n", "wheel": f" {wheel}"}
     return {
         Path(Template(target).substitute(values)): Template(
             (folder / f"{template}.tmpl").read_text(encoding="utf-8")
@@ -114,12 +143,15 @@ def _suggestion(name: str) -> str:
     return f"; try {near}" if near and near not in TAKEN_NAMES and not keyword.iskeyword(near) else ""
 
 
-def _tell_what_next(name: str, directory: Path) -> None:
+def _tell_what_next(directory: Path, vendored: vendor.Vendored | None) -> None:
+    if vendored is not None:
+        say(f"{directory / 'vendor' / vendored.wheel.name} was built from {redacted(vendored.source)}.")
     say(f"{directory}/ is there. Next:\n")
     for command, meaning in (
-        (f"cd {directory}", ""),
-        ("make dev", f"coatcheck dev {name}.service:app {name}.prices:app"),
-        ("make submit", "in another terminal: ask the service something"),
+        (f"cd {shlex.quote(str(directory))}", ""),
+        ("make setup", "install what it needs into .venv"),
         ("make test", "its tests, which need no server"),
+        ("make dev", "run it, until Ctrl-C"),
+        ("make submit", "in another terminal: ask the service something"),
     ):
         say(f"  {command:<14}{f'  # {meaning}' if meaning else ''}".rstrip())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import click
 
 from coatcheck.errors import InvalidSettings
 from coatcheck.worker.client import Client
-from coatcheck.worker.settings import Settings, SettingsWarning, redacted
+from coatcheck.worker.settings import Settings, SettingsWarning, has_password, redacted
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -21,12 +21,13 @@ CONNECT_BUDGET = timedelta(seconds=5)
 broker_option = click.option(
     "--broker",
     metavar="URL",
-    help="Where messages travel: amqp://user:password@host:port/vhost.  [env: COATCHECK_BROKER]",
+    help="Where messages travel: amqp://user:password@host:port/vhost, or @FILE with it.  [env: COATCHECK_BROKER]",
 )
 store_option = click.option(
     "--store",
     metavar="URL",
-    help="Where waiting tasks are kept: postgresql://user@host:port/database.  [env: COATCHECK_STORE]",
+    help="Where waiting tasks are kept: postgresql://user@host:port/database, or @FILE with it.  "
+    "[env: COATCHECK_STORE]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
@@ -51,7 +52,19 @@ def load_settings(
             raise click.UsageError(redacted(str(error))) from error
     for each in caught:
         (warn or _warn)(str(each.message))
+    for text in find_shown_passwords(overrides) if warn is None else ():
+        _warn(text)
     return settings
+
+
+def find_shown_passwords(options: Mapping[str, Any]) -> list[str]:
+    """Say which options show a password to all users of this machine: they can list the processes."""
+    return [
+        f"the password in --{name} can be read by every user of this machine, in the list of processes; "
+        f"set COATCHECK_{name.upper()} instead, or give --{name} @FILE"
+        for name in ("broker", "store")
+        if isinstance(options.get(name), str) and has_password(options[name])
+    ]
 
 
 def make_client(**overrides: Any) -> Client:

@@ -20,6 +20,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coatcheck.worker.shown import clean as clean  # noqa: PLC0414 - the other commands take it from here
+from coatcheck.worker.shown import clean_json
+
+__all__ = [
+    "LONGEST_IN_COLOUR",
+    "STYLES",
+    "clean",
+    "duration",
+    "emit_json",
+    "from_now",
+    "is_terminal",
+    "make_table",
+    "moment",
+    "plain_table",
+    "pretty",
+    "say",
+    "say_block",
+    "say_facts",
+    "say_table",
+    "stderr",
+    "stdout",
+]
+
 STYLES = {
     "running": "cyan",
     "parked": "blue",
@@ -36,14 +59,22 @@ STYLES = {
     "closed": "dim",
 }
 """Words that have a colour wherever they stand alone in a cell."""
+LONGEST_IN_COLOUR = 4_000
+
+
+class Terminal(Console):
+    """A console that tells us when its reader has left, instead of ending the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def stdout() -> Console:
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    return Terminal(file=sys.stdout, highlight=False, soft_wrap=True)
 
 
 def stderr() -> Console:
-    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    return Terminal(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
 def is_terminal() -> bool:
@@ -55,12 +86,25 @@ def emit_json(value: Any, *, err: bool = False) -> None:
     document = msgspec.json.encode(value, enc_hook=_encode_foreign)
     if (stderr() if err else stdout()).is_terminal:
         document = msgspec.json.format(document, indent=2)
-    click.echo(document, err=err)
+    click.echo(clean_json(document), err=err)
 
 
 def say(text: str = "", *, err: bool = False, style: str | None = None) -> None:
     """Write a line as it is, never as markup."""
-    (stderr() if err else stdout()).print(Text(clean(text), style=style or ""))
+    _write(Text(clean(text), style=style or ""), err=err)
+
+
+def _write(line: Text, *, err: bool = False) -> None:
+    """Write a line, in its colours unless it is long: rich takes its time with each of a thousand lines."""
+    if len(line) > LONGEST_IN_COLOUR:
+        click.echo(line.plain, err=err)
+    else:
+        (stderr() if err else stdout()).print(line)
+
+
+def say_block(text: str) -> None:
+    """Write a text that others wrote, of any length, two columns in."""
+    click.echo("\n".join(f"  {line}" for line in clean(text).split("\n")))
 
 
 def say_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, whole: Collection[str] = ("ID",)) -> None:
@@ -73,58 +117,63 @@ def say_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, whole: Co
         console.print(make_table(titles, rows, whole=whole), soft_wrap=False)
         return
     for line in plain_table(titles, rows):
-        console.print(Text(line))
+        click.echo(line)
 
 
 def make_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, whole: Collection[str] = ("ID",)) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
-        width = max([len(title), *(len(clean(row[index])) for row in rows)])
+        width = max([len(title), *(len(_cell(row[index])) for row in rows)])
         table.add_column(title, min_width=width if title in whole else None, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(clean(cell), style=STYLES.get(cell, "")) for cell in row))
+        table.add_row(*(Text(_cell(cell), style=STYLES.get(cell, "")) for cell in row))
     return table
 
 
 def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [list(titles), *([" ".join(clean(cell).split()) or "-" for cell in row] for row in rows)]
+    cells = [list(titles), *([_cell(cell) or "-" for cell in row] for row in rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(titles))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
+def _cell(text: str) -> str:
+    """One line, whatever the text: no cell looks like a next row."""
+    return " ".join(clean(text).split())
+
+
 def say_facts(facts: Sequence[tuple[str, str | None]]) -> None:
-    """Write names and values, leaving out what there is none of."""
+    """Write names and values, leaving out what there is none of. No value of several lines looks like a next fact."""
     present = [(name, value) for name, value in facts if value]
     width = max((len(name) for name, _ in present), default=0)
-    console = stdout()
     for name, value in present:
         line = Text(f"{name.ljust(width)}  ", style="bold")
-        line.append(clean(value), style=STYLES.get(value, "not bold"))
-        console.print(line)
+        inside = clean(value).replace("\n", "\n" + " " * (width + 2))
+        line.append(inside, style=STYLES.get(value, "not bold"))
+        _write(line)
 
 
-def clean(text: str) -> str:
-    """Spell out control characters; newlines and tabs stay."""
-    if text.isprintable():
-        return text
-    return "".join(it if it.isprintable() or it in "\n\t" else f"\\x{ord(it):02x}" for it in text)
+def pretty(value: Any, limit: int | None = None) -> str:
+    """A value as a person wants to read it: JSON over several lines, texts as JSON strings too.
 
-
-def shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} more characters)"
-
-
-def pretty(value: Any) -> str:
-    """A value as a person wants to read it: JSON over several lines, texts as JSON strings too."""
+    It is written only as far as it is shown: indented, a small value may take a hundred times its bytes.
+    """
     document = msgspec.json.encode(value, enc_hook=_encode_foreign)
-    return json.dumps(json.loads(document), indent=2, ensure_ascii=False)
+    if limit is None:
+        return clean_json(msgspec.json.format(document, indent=2))
+    text = ""
+    for piece in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(msgspec.json.decode(document)):
+        text += piece
+        if len(text) > limit:
+            return f"{clean_json(text[:limit].encode())}… (more of its {len(document)} bytes with --full)"
+    return clean_json(text.encode())
 
 
 def duration(span: timedelta) -> str:
-    """A span in the two largest units that matter: 340ms, 12s, 3m 20s, 4h 5m, 2d 3h."""
-    seconds = span.total_seconds()
-    if seconds < 0:
-        return f"-{duration(-span)}"
+    """A span in the two largest units that matter: 340ms, 12s, 3m 20s, 4h 5m, 2d 3h.
+
+    Nothing takes less than no time: a negative span is two clocks that differ, and is shown as 0s.
+    """
+    seconds = max(span.total_seconds(), 0.0)
     if 0 < seconds < 1:
         return f"{max(1, round(seconds * 1000))}ms"
     for unit, size, lesser, lesser_size in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
@@ -141,9 +190,23 @@ def from_now(at: datetime | None, now: datetime) -> str:
     return f"in {duration(at - now)}" if at >= now else f"{duration(now - at)} ago"
 
 
+def clock_time(at: datetime, *, day_of: datetime) -> str:
+    """An instant in this machine's zone, to the second; without the date on the day that the reader knows."""
+    here = _local(at)
+    return here.strftime("%H:%M:%S" if here.date() == day_of.astimezone().date() else "%Y-%m-%d %H:%M:%S")
+
+
 def moment(at: datetime | None) -> str | None:
     """An instant in this machine's zone, to the second."""
-    return None if at is None else at.astimezone().isoformat(sep=" ", timespec="seconds")
+    return None if at is None else _local(at).isoformat(sep=" ", timespec="seconds")
+
+
+def _local(at: datetime) -> datetime:
+    """An instant in this machine's zone; one that is out of range there, such as the end of 9999, in its own."""
+    try:
+        return at.astimezone()
+    except (OverflowError, ValueError, OSError):
+        return at
 
 
 def _encode_foreign(value: Any) -> Any:

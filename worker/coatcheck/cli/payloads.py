@@ -8,7 +8,7 @@ from typing import Any
 
 from coatcheck.broker.bodies import Body, parse_body
 from coatcheck.broker.port import Message
-from coatcheck.cli.output import pretty, shortened
+from coatcheck.cli.output import pretty
 from coatcheck.errors import CoatcheckError
 from coatcheck.store.blobs import decode
 from coatcheck.worker.messages import to_body
@@ -33,8 +33,7 @@ class Payload:
         if isinstance(self.value, bytes):
             shown = self.value[: limit or self.size]
             return f"{self.size} bytes: {shown.hex(' ')}{' …' if len(shown) < self.size else ''}"
-        text = pretty(self.value)
-        return text if limit is None else shortened(text, limit)
+        return pretty(self.value, limit)
 
 
 def read_blob(blob: bytes) -> Payload:
@@ -60,8 +59,8 @@ def read_problem(blob: bytes | None) -> Mapping[str, Any] | None:
         return None
     try:
         found = decode(blob)
-    except (CoatcheckError, ValueError) as error:
-        return {"code": "unreadable", "detail": str(error)}
+    except (CoatcheckError, ValueError, RecursionError) as error:
+        return {"code": "damaged_value", "detail": str(error)}
     return found if isinstance(found, dict) else {"code": "unknown", "detail": str(found)}
 
 

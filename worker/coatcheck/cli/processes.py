@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
+from uuid import UUID
 
 import click
 import structlog
@@ -19,17 +20,22 @@ from coatcheck.cli.apps import load_app
 from coatcheck.cli.cores import usable_cores
 from coatcheck.cli.link import ReplicaEnd, Report
 from coatcheck.cli.meters import read_meters
-from coatcheck.cli.options import connections, load_settings
+from coatcheck.cli.options import connections, find_shown_passwords, load_settings
 from coatcheck.cli.supervisor import Plan, become_supervisor
 from coatcheck.errors import InvalidSettings
+from coatcheck.log import get_logger
 from coatcheck.points import arm_from_environment
 from coatcheck.store import migrate
+from coatcheck.store.rows import TaskId
 from coatcheck.worker.logs import configure, default_format
+from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Checkpointing, EventLoop, Settings
+from coatcheck.worker.streams import flush
 from coatcheck.worker.sweeper import Sweeper
+from coatcheck.worker.watchdog import LoopWatch
 from coatcheck.worker.worker import Worker
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DRAIN_SLACK_S = 10.0
@@ -104,12 +110,14 @@ def worker(
     )
     process_count = settings.processes or usable_cores()
     if link is None and process_count > 1:
-        arguments = [word for option, it in given.items() if it is not None for word in (f"--{option}", str(it))]
+        words = {option: (f"--{option}", str(it)) for option, it in given.items() if it is not None}
+        addresses = [*words.pop("broker", ()), *words.pop("store", ())]
         become_supervisor(
             Plan(
                 service=app.service,
                 reference=app_reference,
-                arguments=tuple(arguments),
+                arguments=tuple(word for pair in words.values() for word in pair),
+                addresses=tuple(addresses),
                 migrates=migrates,
                 process_count=process_count,
                 name=name,
@@ -130,7 +138,9 @@ async def _work(replica: Worker, *, migrates: bool, link: ReplicaEnd | None) -> 
         if link is not None:
             await stack.enter_async_context(link.answering(partial(_report, replica)))
         if migrates and settings.checkpointing is not Checkpointing.OFF:
-            log.info("schema_migrated", version=await migrate(settings.store))
+            store = (await settle(settings, makes=True)).store
+            log.info("schema_migrated", version=await migrate(store))
+        stack.enter_context(LoopWatch(partial(_handler_of, replica)))
         await run_until_signalled(
             replica,
             patience_s=settings.grace.total_seconds() + DRAIN_SLACK_S,
@@ -162,6 +172,11 @@ def sweeper(broker: str | None, store: str | None, health_port: int | None, name
     _run(work, settings.loop)
 
 
+def _handler_of(replica: Worker, task_id: UUID) -> str | None:
+    live = None if replica.runtime is None else replica.runtime.lives.find(TaskId(task_id))
+    return None if live is None else live.handler_name
+
+
 def _report(replica: Worker) -> Report:
     return Report(replica.ready_checks(), read_meters(replica.metrics.registry))
 
@@ -176,6 +191,7 @@ class Part(Protocol):
 
 def exit_at_once(number: signal.Signals) -> None:
     log.warning("exited_at_once", signal=number.name)
+    flush()
     os._exit(128 + number)
 
 
@@ -241,8 +257,11 @@ def _prepare(
     settings = load_settings(loader, warn=ignored.append, **options)
     configure(settings.log_format, settings.log_level)
     arm_from_environment()
-    for text in ignored if not is_supervised else ():
-        log.warning("setting_ignored", detail=text)
+    if not is_supervised:
+        for text in ignored:
+            log.warning("setting_ignored", detail=text)
+        for text in find_shown_passwords(options):
+            log.warning("password_shown", detail=text)
     # Several cannot serve one port: the supervisor does it for all.
     return replace(settings, health_port=None) if is_supervised else settings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import click
@@ -21,8 +22,10 @@ from coatcheck.store.store import Store
 UNFINISHED = tuple(state for state in TaskState if state not in FINAL_STATES)
 WATCH_INTERVAL_S = 2.0
 SHORT_ID = 8
+UNSWEPT = timedelta(minutes=1)
+"""How long something may be due without a look from a sweeper."""
 MOST_PEERS = 3
-TITLES = ("ID", "TASK", "STATE", "AGE", "ATTEMPT", "WAITING FOR", "NEXT DUE", "PROGRESS")
+TITLES = ("ID", "TASK", "STATE", "AGE", "ATTEMPT", "WAITING FOR", "NEXT DUE", "PROGRESS", "PROBLEM")
 
 
 def parse_states(context: click.Context, option: click.Parameter, written: str | None) -> tuple[TaskState, ...]:
@@ -63,8 +66,8 @@ def ps(
 ) -> None:
     """List tasks, the newest first: where each stands and what it waits for.
 
-    A task that never waited has no row and is not listed. NEXT DUE is when its earliest open call times out, its retry
-    begins, or the lease of its run is over.
+    A task that never waited has no row and is not listed. ATTEMPT is the one that began last. NEXT DUE is when its
+    earliest open call times out, its retry begins, or the lease of its run is over.
 
     \b
     Example:
@@ -80,7 +83,9 @@ def ps(
                 await _watch(client.store, service, wanted, limit, as_json=as_json)
             else:
                 found = await client.store.summarise_tasks(service=service, states=wanted, limit=limit)
-                _print(found, limit, as_json=as_json)
+                _print(found, wanted, limit, as_json=as_json)
+                if not as_json:
+                    _say_if_nobody_sweeps(await client.store.next_look())
 
     asyncio.run(look())
 
@@ -91,28 +96,40 @@ async def _watch(
     """Look again and again: in place on a terminal, one after the other elsewhere."""
     if as_json or not is_terminal():
         while True:
-            _print(await store.summarise_tasks(service=service, states=states, limit=limit), limit, as_json=as_json)
+            found = await store.summarise_tasks(service=service, states=states, limit=limit)
+            _print(found, states, limit, as_json=as_json)
             await asyncio.sleep(WATCH_INTERVAL_S)
     with Live(console=stdout(), auto_refresh=False) as live:
         while True:
             found = await store.summarise_tasks(service=service, states=states, limit=limit)
             rows = [row_of(each, is_short=True) for each in found]
-            live.update(Group(make_table(TITLES, rows), Text(_footer(found, limit), style="dim")), refresh=True)
+            live.update(Group(make_table(TITLES, rows), Text(_footer(found, states, limit), style="dim")), refresh=True)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-def _print(found: Sequence[Summary], limit: int, *, as_json: bool) -> None:
+def _print(found: Sequence[Summary], states: Sequence[TaskState], limit: int, *, as_json: bool) -> None:
     if as_json:
         emit_json([as_document(each) for each in found])
         return
     if found:
         say_table(TITLES, [row_of(each, is_short=is_terminal()) for each in found])
-    say(_footer(found, limit), err=True, style="dim")
+    say(_footer(found, states, limit), err=True, style="dim")
 
 
-def _footer(found: Sequence[Summary], limit: int) -> str:
+def _say_if_nobody_sweeps(next_look: timedelta | None) -> None:
+    """What is due is put off as soon as a sweeper looks at it; what is long due, none has looked at."""
+    if next_look is not None and next_look < -UNSWEPT:
+        say(
+            f"No sweeper has looked at what is due since {duration(-next_look)}: timeouts, sleeps and retries wait. "
+            "Start one: coatcheck sweeper",
+            err=True,
+            style="bold yellow",
+        )
+
+
+def _footer(found: Sequence[Summary], states: Sequence[TaskState], limit: int) -> str:
     if not found:
-        return "No such tasks."
+        return "No such tasks." if states != UNFINISHED else "No unfinished tasks; --all lists finished ones too."
     more = f"; there may be more, see --limit (now {limit})" if len(found) == limit else ""
     return f"{len(found)} task{'s' if len(found) > 1 else ''}{more}"
 
@@ -124,17 +141,25 @@ def row_of(task: Summary, *, is_short: bool) -> list[str]:
         f"{task.service}/{task.handler}" if task.handler else task.service,
         task.state.value,
         duration(task.seen_at - task.created_at),
-        str(task.attempt),
+        str(attempt_of(task.state, task.attempt)),
         describe_wait(task.open_count, task.peers),
         from_now(task.next_due_at, task.seen_at),
-        describe_progress(task.progress) or str((read_problem(task.failure) or {}).get("code", "")),
+        describe_progress(task.progress),
+        str((read_problem(task.failure) or {}).get("code", "")),
     ]
 
 
+def attempt_of(state: TaskState, counted: int) -> int:
+    """The attempt that began last. The row of a task that waits for its next attempt has counted that one already."""
+    return counted - 1 if state is TaskState.RETRYING else counted
+
+
 def describe_wait(open_count: int, peers: Sequence[str]) -> str:
-    """`3 calls: docs, search`."""
+    """`3 calls: docs, search`; a sleep is a timer."""
     if not open_count:
         return ""
+    if list(peers) == ["(timer)"]:
+        return f"{open_count} timer{'s' if open_count > 1 else ''}"
     names = ", ".join([*peers[:MOST_PEERS], *(["…"] if len(peers) > MOST_PEERS else [])])
     return f"{open_count} call{'s' if open_count > 1 else ''}: {names}"
 
@@ -162,7 +187,7 @@ def as_document(task: Summary) -> dict[str, Any]:
         "version": task.version,
         "state": task.state,
         "age_s": round((task.seen_at - task.created_at).total_seconds(), 3),
-        "attempt": task.attempt,
+        "attempt": attempt_of(task.state, task.attempt),
         "open_calls": task.open_count,
         "peers": task.peers,
         "next_due_at": task.next_due_at,

@@ -2,42 +2,43 @@
 
 Handing them our own stdout and stderr would be simpler, but a pipe takes no more than 4 KB in one piece: a traceback of
 one would be cut by the next line of another, and a log of JSON lines could not be read.
+
+A slow reader slows the processes down a little. One that has left or does not read is no reason to stop working: what
+it does not take in time is lost and counted (`streams.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import select
+import time
+
+from coatcheck.worker.streams import LineStream
 
 LONGEST_LINE = 1024 * 1024
 CHUNK = 64 * 1024
+PATIENCE_S = 1.0
+LOOK_AGAIN_S = 0.01
 
 
-async def relay(reader: asyncio.StreamReader, target: int) -> None:
-    """Copy lines to a file descriptor until there are no more. A line that never ends is cut."""
+async def relay(reader: asyncio.StreamReader, stream: LineStream) -> None:
+    """Copy lines to a stream until there are no more. A line that never ends is cut."""
     rest = b""
     while chunk := await reader.read(CHUNK):
+        await _wait_for_room(stream)
         lines, newline, end = chunk.rpartition(b"\n")
         if newline:
-            _write(target, rest + lines + newline)
+            stream.put(rest + lines + newline)
             rest = end
         else:
             rest += chunk
         if len(rest) > LONGEST_LINE:
-            _write(target, rest + b"\n")
+            stream.put(rest + b"\n")
             rest = b""
     if rest:
-        _write(target, rest + b"\n")
+        stream.put(rest + b"\n")
 
 
-def _write(target: int, text: bytes) -> None:
-    """Write all of it. It blocks as logging blocks; a reader that has left is no reason to stop working."""
-    view = memoryview(text)
-    while view:
-        try:
-            view = view[os.write(target, view) :]
-        except BlockingIOError:  # somebody who shares this terminal has made it non-blocking
-            select.select([], [target], [])
-        except OSError:
-            return
+async def _wait_for_room(stream: LineStream) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while stream.is_filling and time.monotonic() < deadline_s:  # noqa: ASYNC110 - a thread makes the room
+        await asyncio.sleep(LOOK_AGAIN_S)

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import structlog
-
 from coatcheck.cli.deaths import LONGEST_PAUSE_S, Deaths
 from coatcheck.cli.link import SupervisorEnd
 from coatcheck.cli.meters import Meter
 from coatcheck.cli.relay import relay
+from coatcheck.log import get_logger
+from coatcheck.worker.streams import line_stream
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 ANSWER_S = 2.0
 """How long a replica may take to say how it is, before it counts as one that does not answer."""
@@ -32,6 +32,9 @@ LOOK_AGAIN_S = 0.1
 STDOUT, STDERR = 1, 2
 LAST_WORDS_S = 5.0
 """What is in the pipe when a process has ended is there at once; a grandchild that keeps it open is not waited for."""
+
+ADDRESSES = "_COATCHECK_ADDRESSES"
+"""The variable in which a replica gets the options of its command line that other users must not see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +172,8 @@ class Replica:
         starting = asyncio.ensure_future(self._await_start(life))
         talking = [
             asyncio.ensure_future(life.link.listen()),
-            asyncio.ensure_future(relay(life.process.stdout, STDOUT)),
-            asyncio.ensure_future(relay(life.process.stderr, STDERR)),
+            asyncio.ensure_future(relay(life.process.stdout, line_stream(STDOUT))),
+            asyncio.ensure_future(relay(life.process.stderr, line_stream(STDERR))),
         ]
         try:
             code = await self._await_end(life)

@@ -55,7 +55,7 @@ def declare(services: tuple[str, ...], broker: str | None, as_json: bool) -> Non
 
     \b
     Example:
-      coatcheck declare research billing --broker amqp://deploy:secret@localhost:5672/
+      coatcheck declare research billing --broker @/run/secrets/deploy
     """
     for service in services:
         try:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import click
 
 from coatcheck.cli.finding import find_task_id
 from coatcheck.cli.options import json_option, make_client, store_option
-from coatcheck.cli.output import clean, duration, emit_json, from_now, moment, say, say_facts, say_table
-from coatcheck.cli.payloads import Payload, read_blob, read_problem
-from coatcheck.cli.ps import describe_progress, describe_wait
+from coatcheck.cli.output import clock_time, duration, emit_json, from_now, moment, say, say_block, say_facts, say_table
+from coatcheck.cli.payloads import read_blob, read_problem
+from coatcheck.cli.ps import attempt_of, describe_progress, describe_wait
 from coatcheck.store.queries import Line
 from coatcheck.store.rows import CallState, Kind, Task, TaskState
 from coatcheck.worker.problems import CODES, Code
+from coatcheck.worker.shown import clean
 
 LONGEST_PAYLOAD = 2_000
 LONGEST_CELL = 60
+STORY = ("#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE")
 
 
 @click.command(short_help="Show everything about one task.")
@@ -38,23 +40,23 @@ def show(task_id: str, full: bool, store: str | None, as_json: bool) -> None:
       coatcheck show 5f0c6a55
     """
 
-    async def look() -> tuple[Task, Sequence[Line]]:
+    async def look() -> tuple[Task, Sequence[Line], datetime]:
         async with make_client(store=store) as client:
             found = await client.get(await find_task_id(client.store, task_id))
-            return found, await client.lines(found.task_id)
+            lines = await client.lines(found.task_id)
+            return found, lines, await client.store.read_clock()
 
-    task, lines = asyncio.run(look())
+    task, lines, now = asyncio.run(look())
     if as_json:
-        emit_json(as_document(task, lines))
+        emit_json(as_document(task, lines, now))
     else:
-        _print(task, lines, limit=None if full else LONGEST_PAYLOAD)
+        _print(task, lines, now, limit=None if full else LONGEST_PAYLOAD)
 
 
 # --- for people ---
 
 
-def _print(task: Task, lines: Sequence[Line], *, limit: int | None) -> None:
-    now = datetime.now(UTC)
+def _print(task: Task, lines: Sequence[Line], now: datetime, *, limit: int | None) -> None:
     say_facts(
         [
             ("task", str(task.task_id)),
@@ -64,8 +66,8 @@ def _print(task: Task, lines: Sequence[Line], *, limit: int | None) -> None:
             ("created", f"{moment(task.created_at)}  ({from_now(task.created_at, now)})"),
             ("changed", f"{moment(task.updated_at)}  ({from_now(task.updated_at, now)})"),
             ("finished", _finished(task)),
-            ("attempt", str(task.attempt)),
-            ("picked up", f"{task.epoch} times, {task.checkpoint} checkpoints"),
+            ("attempt", str(attempt_of(task.state, task.attempt))),
+            ("picked up", f"{_count(task.epoch, 'time')}, {_count(task.checkpoint, 'checkpoint')}"),
             ("progress", describe_progress(task.progress)),
             ("identity", task.identity),
             ("caller", None if task.caller is None else task.caller.subject),
@@ -76,7 +78,7 @@ def _print(task: Task, lines: Sequence[Line], *, limit: int | None) -> None:
     _print_block("Request", read_blob(task.request).as_text(limit))
     if lines:
         say("\nStory", style="bold")
-        say_table(("#", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE"), [_cells(line, now, limit) for line in lines])
+        say_table(STORY, [_cells(line, now, limit, day_of=task.created_at) for line in lines])
     _print_end(task, limit)
     advice = advise(task, lines, now)
     if advice is not None:
@@ -97,8 +99,11 @@ def _print_end(task: Task, limit: int | None) -> None:
 
 def _print_block(title: str, text: str) -> None:
     say(f"\n{title}", style="bold")
-    for line in text.splitlines():
-        say(f"  {line}")
+    say_block(text)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _finished(task: Task) -> str | None:
@@ -107,16 +112,17 @@ def _finished(task: Task) -> str | None:
     return f"{moment(task.finished_at)}  (after {duration(task.finished_at - task.created_at)})"
 
 
-def _cells(line: Line, now: datetime, limit: int | None) -> list[str]:
+def _cells(line: Line, now: datetime, limit: int | None, *, day_of: datetime) -> list[str]:
     is_open = line.state is CallState.OPEN
     notes = [describe_progress(line.progress)] if is_open and line.progress else []
     notes += ["not known to be sent"] if is_open and not line.is_sent and line.kind is not Kind.TIMER else []
     notes += ["forgotten: a retry does it again"] if line.is_forgotten else []
-    value = "" if line.value is None else _one_line(read_blob(line.value), LONGEST_CELL if limit else None)
+    value = _value_of(line, LONGEST_CELL if limit else None)
     # A step's row is written when it ends, so there is no telling how long it took.
     took = duration((line.closed_at or now) - line.opened_at) if line.call_id is not None else ""
     return [
         "" if line.seq is None else str(line.seq),
+        clock_time(line.closed_at or line.opened_at, day_of=day_of),
         line.kind.value,
         line.name if line.key == line.name or not line.key else f"{line.name} [{line.key}]",
         line.state.value,
@@ -126,8 +132,25 @@ def _cells(line: Line, now: datetime, limit: int | None) -> list[str]:
     ]
 
 
-def _one_line(payload: Payload, limit: int | None) -> str:
-    text = " ".join(clean(payload.as_text(limit)).split())
+def _value_of(line: Line, limit: int | None) -> str:
+    """What came of it in one line: the value, or for a failure its code and detail."""
+    blob = _blob_of(line)
+    if blob is None:
+        return ""
+    if line.state in {CallState.FAILED, CallState.TIMED_OUT}:
+        problem = read_problem(blob) or {}
+        parts = (problem.get("code"), problem.get("detail") or problem.get("title"))
+        return _one_line(": ".join(str(part)[:limit] for part in parts if part), limit)
+    return _one_line(read_blob(blob).as_text(limit), limit)
+
+
+def _blob_of(line: Line) -> bytes | None:
+    # The row of a timer that rang keeps the message that rang it, a timeout. Nothing failed: it was waited for.
+    return None if line.kind is Kind.TIMER else line.value
+
+
+def _one_line(text: str, limit: int | None) -> str:
+    text = " ".join(clean(text).split())
     return text if limit is None or len(text) <= limit else f"{text[:limit]}…"
 
 
@@ -159,7 +182,8 @@ def advise(task: Task, lines: Sequence[Line], now: datetime) -> Advice | None:
         case TaskState.RUNNING:
             return Advice(f"Runs on a replica; its lease ends {due}, unless renewed. Then any replica takes it over.")
         case TaskState.RETRYING:
-            return Advice(f"Attempt {task.attempt} failed; the next begins {due}.", f"To stop it: {cancel}")
+            why = f"Attempt {attempt_of(task.state, task.attempt)} failed; attempt {task.attempt} begins {due}."
+            return Advice(why, f"To stop it: {cancel}")
         case TaskState.HELD:
             problem = problem_of_task(task) or {}
             fix = fix_for(problem) or "Deploy code that can run it."
@@ -188,9 +212,9 @@ def problem_of_task(task: Task) -> Mapping[str, Any] | None:
 # --- for programs ---
 
 
-def as_document(task: Task, lines: Sequence[Line]) -> dict[str, Any]:
+def as_document(task: Task, lines: Sequence[Line], now: datetime) -> dict[str, Any]:
     """Everything, uncut."""
-    advice = advise(task, lines, datetime.now(UTC))
+    advice = advise(task, lines, now)
     is_done = task.state is TaskState.DONE and task.value is not None
     return {
         "task_id": task.task_id,
@@ -198,7 +222,7 @@ def as_document(task: Task, lines: Sequence[Line]) -> dict[str, Any]:
         "handler": task.handler,
         "version": task.version,
         "state": task.state,
-        "attempt": task.attempt,
+        "attempt": attempt_of(task.state, task.attempt),
         "epoch": task.epoch,
         "checkpoint": task.checkpoint,
         "pickups": task.pickups,
@@ -223,6 +247,7 @@ def as_document(task: Task, lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _line_document(line: Line) -> dict[str, Any]:
+    blob = _blob_of(line)
     return {
         "seq": line.seq,
         "kind": line.kind,
@@ -238,5 +263,5 @@ def _line_document(line: Line) -> dict[str, Any]:
         "is_forgotten": line.is_forgotten,
         "checkpoint": line.checkpoint,
         "progress": line.progress,
-        "value": None if line.value is None else read_blob(line.value).as_json(),
+        "value": None if blob is None else read_blob(blob).as_json(),
     }

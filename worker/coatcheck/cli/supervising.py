@@ -18,7 +18,7 @@ import structlog
 from coatcheck.cli.supervisor import Plan, Supervisor
 from coatcheck.errors import InvalidSettings
 from coatcheck.worker.logs import configure
-from coatcheck.worker.settings import redacted
+from coatcheck.worker.shown import clean, redacted
 
 
 def _run(plan: Plan) -> int:
@@ -27,7 +27,7 @@ def _run(plan: Plan) -> int:
         with structlog.contextvars.bound_contextvars(service=plan.service):
             return asyncio.run(Supervisor(plan).run())
     except InvalidSettings as error:
-        click.echo(f"Error: {redacted(str(error))}", err=True)
+        click.echo(f"Error: {clean(redacted(str(error)))}", err=True)
         return 1
 
 

@@ -23,16 +23,17 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 import msgspec
-import structlog
 from prometheus_client import CollectorRegistry
 
 from coatcheck.cli.meters import Merged, Meter, merge, read_meters, without_gauges
-from coatcheck.cli.replicas import End, Replica, Surroundings
+from coatcheck.cli.replicas import ADDRESSES, End, Replica, Surroundings
+from coatcheck.log import get_logger
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.settings import LogFormat, LogLevel
+from coatcheck.worker.streams import flush
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -52,6 +53,8 @@ class Plan:
     health_port: int | None
     log_format: LogFormat
     log_level: LogLevel
+    addresses: tuple[str, ...] = ()
+    """Options that may have passwords in them. They do not become arguments, which all users can list."""
 
 
 def become_supervisor(plan: Plan) -> NoReturn:
@@ -62,6 +65,7 @@ def become_supervisor(plan: Plan) -> NoReturn:
     os.set_inheritable(reading, True)
     sys.stdout.flush()
     sys.stderr.flush()
+    flush()  # the thread that writes log lines ends with this program
     command = [sys.executable, "-P", "-m", "coatcheck.cli.supervising", str(reading), plan.reference]
     os.execv(sys.executable, command)  # noqa: S606 -- no shell is wanted
 
@@ -126,6 +130,7 @@ class Supervisor:
             log.warning("exited_at_once", signal=number.name)
             for replica in self._replicas:
                 replica.kill()
+            flush()
             os._exit(128 + number)
         log.info("stop_requested", signal=number.name)
         self._is_signalled = True
@@ -190,7 +195,8 @@ def make_arguments(plan: Plan, name: str, *, is_first: bool) -> tuple[str, ...]:
 def make_environ(plan: Plan) -> dict[str, str]:
     """Ours, and what a pipe hides from replicas: whether their output ends on a terminal."""
     unbuffered = {"PYTHONUNBUFFERED": "1"} if sys.stdout.isatty() else {}
-    return {**os.environ, **unbuffered, "COATCHECK_LOG_FORMAT": plan.log_format}
+    addresses = {ADDRESSES: msgspec.json.encode(plan.addresses).decode()} if plan.addresses else {}
+    return {**os.environ, **unbuffered, **addresses, "COATCHECK_LOG_FORMAT": plan.log_format}
 
 
 async def _either(*events: asyncio.Event) -> None:

@@ -67,11 +67,13 @@ class PlainDisplay(Display):
         self._console = console
         self._said_at_s = 0.0
         self._told: set[Line] = set()
+        self._ready: set[str] = set()
 
     def say(self, scene: Scene, text: str) -> None:
         self._print(scene.elapsed_s(), text)
 
     def show(self, scene: Scene) -> None:
+        self._tell_ready(scene)
         self._tell_story(scene)
         is_under_way = scene.answered < scene.plan.task_count and scene.asked
         if is_under_way and scene.now_s - self._said_at_s >= PLAIN_EVERY_S:
@@ -80,6 +82,13 @@ class PlainDisplay(Display):
             self.say(
                 scene, f"asked {scene.asked} of {scene.plan.task_count}, answered {scene.answered}, waiting {waiting}"
             )
+
+    def _tell_ready(self, scene: Scene) -> None:
+        for word, names in scene.starts.items():
+            ready_s = scene.find_ready_s(word)
+            if ready_s is not None and word not in self._ready:
+                self._ready.add(word)
+                self._print(scene.elapsed_s(ready_s), f"ready: {word}" + (f" {', '.join(names)}" if names[1:] else ""))
 
     def _tell_story(self, scene: Scene) -> None:
         """What the task went through before it was chosen is one line; the rest is told as it happens."""
@@ -122,7 +131,10 @@ class LiveDisplay(Display):
 
 
 def render(scene: Scene, news: str, *, width: int) -> RenderableType:
-    """The whole view."""
+    """The whole view. Until the first survey is asked for there is nothing to count: it shows what is being started."""
+    if not scene.asked:
+        head = _head(scene, width=width)
+        return Group(head, Text(), Text(news or " ", style="dim"), Text(), _starts(scene), Text(), _story(scene))
     return Group(
         _head(scene, width=width),
         Text(),
@@ -130,7 +142,7 @@ def render(scene: Scene, news: str, *, width: int) -> RenderableType:
         Text(),
         _peers(scene, width=width),
         Text(),
-        _progress(scene, news, width=width),
+        _progress(scene, width=width),
         Text(),
         _story(scene),
     )
@@ -143,6 +155,24 @@ def _head(scene: Scene, *, width: int) -> RenderableType:
     title = Text.assemble(("coatcheck demo", "bold"), (f"  {scene.servers}" if width >= NARROW else "", "dim"))
     grid.add_row(title, Text(f"{scene.elapsed_s():.1f}s", style="dim"))
     return grid
+
+
+def _starts(scene: Scene) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", overflow="ellipsis", no_wrap=True)
+    for word, names in scene.starts.items():
+        ready_s = scene.find_ready_s(word)
+        missing = [name for name in names if name not in scene.ready]
+        if ready_s is not None:
+            table.add_row(Text(word, "bold"), Text(f"ready at {scene.elapsed_s(ready_s):.1f}s", "green"), "")
+        elif len(names) == 1:
+            table.add_row(Text(word, "bold"), Text("starting", "yellow"), "")
+        else:
+            count = f"{len(names) - len(missing)} of {len(names)} ready"
+            table.add_row(Text(word, "bold"), Text(count, "yellow"), f"starting {' '.join(missing)}")
+    return table
 
 
 def _replicas(scene: Scene, *, width: int) -> Table:
@@ -180,13 +210,11 @@ def _peers(scene: Scene, *, width: int) -> RenderableType:
     return Group(line, Text(remark, style="dim"))
 
 
-def _progress(scene: Scene, news: str, *, width: int) -> RenderableType:
+def _progress(scene: Scene, *, width: int) -> RenderableType:
     total = scene.plan.task_count
     figures = Text.assemble(
         (f"{scene.answered}", "bold"), f"/{total} answered", (f", {scene.asked - scene.answered} waiting", "dim")
     )
-    if not scene.asked:
-        return Text(news or " ", style="dim")
     bar_width = max(10, min(40, width - len(figures.plain) - 3))
     bar = ProgressBar(
         total=total, completed=scene.answered, width=bar_width, complete_style="cyan", finished_style="green"

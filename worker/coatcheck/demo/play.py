@@ -82,9 +82,9 @@ class Performance:
         """Servers, then everybody who takes part; they all leave with the stage."""
         self._say(announce(settings, self.prefix))
         entering = servers_of(settings, self._caretaker, database=f"coatcheck_{self.prefix.replace('-', '_')}")
-        servers = await self._while_looking(stage.enter_async_context(entering))
+        servers = await self._begin("Postgres", stage.enter_async_context(entering))
         self.scene.servers = servers.words
-        broker = await self._while_looking(stage.enter_async_context(_connected(servers.broker)))
+        broker = await self._begin("queues", stage.enter_async_context(_connected(servers.broker)))
         if settings.broker != QUEUES_IN_STORE:
             self._announce_queues(servers.broker)
         crew = await stage.enter_async_context(Crew(self._logs, self._environment(servers)))
@@ -120,16 +120,26 @@ class Performance:
         """Peers first, for they need no tables; then the schema, the sweeper and the replicas."""
         plan = self._plan
         self._say(f"starting {plan.replica_count} replicas, a sweeper and {len(SOURCES)} peers")
+        self.scene.begin("peers", *(source.name for source in SOURCES))
         for source in SOURCES:
             await self._start_peer(crew, source)
-        await self._while_looking(migrate(store))
+        await self._begin("tables", migrate(store))
+        self.scene.begin("sweeper")
         await self._start(crew, "sweeper", "coatcheck.cli", "sweeper", "--name", "sweeper")
+        self.scene.begin("replicas", *plan.replicas)
         for replica in plan.replicas:
             await self._start_replica(crew, replica)
-        everyone = {"sweeper", *plan.replicas, *(source.name for source in SOURCES)}
-        if not await self._look_until(lambda: everyone <= self.scene.ready, limit_s=START_LIMIT_S):
-            late = ", ".join(sorted(everyone - self.scene.ready))
+        everyone = {name for names in self.scene.starts.values() for name in names}
+        if not await self._look_until(lambda: everyone <= self.scene.ready.keys(), limit_s=START_LIMIT_S):
+            late = ", ".join(sorted(everyone - self.scene.ready.keys()))
             raise DemoFailed(f"not everybody was ready after {START_LIMIT_S:.0f} seconds: {late}")
+
+    async def _begin(self, word: str, work: Coroutine[Any, Any, T]) -> T:
+        """Do something that is shown as being started until it is done."""
+        self.scene.begin(word)
+        done = await self._while_looking(work)
+        self.scene.ready[word] = time.time()
+        return done
 
     async def _start_peer(self, crew: Crew, source: Source) -> None:
         options = ["--queue", self._queue(source), "--delay", str(source.delay_s), "--seed", str(self._plan.seed)]

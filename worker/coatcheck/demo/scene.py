@@ -59,8 +59,10 @@ class Scene:
     """Where it runs, in words."""
     replicas: dict[str, Replica] = field(default_factory=dict)
     peers: dict[str, Counter[str]] = field(default_factory=lambda: {source.name: Counter() for source in SOURCES})
-    ready: set[str] = field(default_factory=set)
-    """Processes that said they have started."""
+    starts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What is being started, in order: a word for the view, and the names of all that belongs to it."""
+    ready: dict[str, float] = field(default_factory=dict)
+    """What has started, and when: servers and tables as the demo finds them, processes as they say so."""
     asked: int = 0
     answered: int = 0
     now_s: float = 0.0
@@ -68,7 +70,7 @@ class Scene:
     def note(self, event: Event) -> None:
         """Take in one line of a log."""
         if event.name in {"worker_started", "sweeper_started", "peer_started"}:
-            self.ready.add(event.who)
+            self.ready.setdefault(event.who, event.at_s)
         if event.who in self.replicas:
             self.replicas[event.who].note(event)
         if event.who in self.peers:
@@ -77,6 +79,15 @@ class Scene:
 
     def add_replica(self, name: str, *, is_late: bool = False) -> None:
         self.replicas[name] = Replica(name, is_late=is_late)
+
+    def begin(self, word: str, *names: str) -> None:
+        """Show from now on that these are being started. Without a name the word is the name."""
+        self.starts[word] = names or (word,)
+
+    def find_ready_s(self, word: str) -> float | None:
+        """When the last of these had started; None while one is missing."""
+        at_s = [self.ready.get(name) for name in self.starts[word]]
+        return None if None in at_s else max(it for it in at_s if it is not None)
 
     def elapsed_s(self, at_s: float | None = None) -> float:
         return max(0.0, (self.now_s if at_s is None else at_s) - self.began_at_s)
