@@ -23,8 +23,6 @@ from tests.chaos.report import render
 from tests.chaos.servers import Servers
 from tests.chaos.trial import Options, Outcome, Trial
 
-from coatcheck.points import POINTS
-
 CACHE = ROOT / ".cache" / "chaos"
 DISK_MB = 256
 DISK_KB_PER_TASK = 30
@@ -43,12 +41,7 @@ def main() -> int:
         "--broker-kind", choices=("amqp", "pg"), default="amqp", help="RabbitMQ, or queues in the trial's Postgres"
     )
     parser.add_argument("--every-fault", action="store_true", help="go on until everything that can be broken was, too")
-    parser.add_argument(
-        "--points",
-        type=int,
-        default=len(POINTS),
-        help="at how many crash points a process must die (default: all %(default)s)",
-    )
+    parser.add_argument("--points", type=int, help="at how many crash points a process must die (default: all)")
     parser.add_argument("--broker", help="a RabbitMQ to borrow where none can be started; it is not harmed")
     arguments = parser.parse_args()
     directory = arguments.evidence or CACHE / f"{time.strftime('%Y%m%d-%H%M%S')}-seed-{arguments.seed}"

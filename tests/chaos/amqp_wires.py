@@ -17,6 +17,9 @@ from pika.adapters.blocking_connection import BlockingChannel
 from tests.chaos.wires import CONNECT_S, Letter, OnLetter, OnReply, Wires
 
 ARGUMENTS: FieldTable = {"x-queue-type": "quorum", "x-delivery-limit": 100_000}
+FEW: FieldTable = {**ARGUMENTS, "x-max-length": 5, "x-overflow": "reject-publish"}
+"""A client's replies have little room: once it is frozen its queue refuses what comes, for as long as that lasts."""
+HELD_COUNT = 5
 PERSISTENT = 2
 CLIENT_LOST = (OSError, pika.exceptions.AMQPError)
 
@@ -82,9 +85,9 @@ class AmqpClientWire:
         self._connection = pika.BlockingConnection(parameters)
         try:
             self._channel = self._connection.channel()
-            self._channel.queue_declare(replies, durable=True, arguments=ARGUMENTS)
+            self._channel.queue_declare(replies, durable=True, arguments=FEW)
             self._channel.confirm_delivery()
-            self._channel.basic_qos(prefetch_count=100)
+            self._channel.basic_qos(prefetch_count=HELD_COUNT)
             self._channel.basic_consume(replies, self._on_message)
         except BaseException:
             self.close()

@@ -15,6 +15,11 @@ import asyncpg
 from tests import services
 from tests.broker.node import Node, _script
 
+from coatcheck.points import POINTS
+
+ON_REFUSAL = ("before_leave", "after_leave")
+"""Points that a process comes to where a client's queue refuses its answer."""
+
 
 class Broker(ABC):
     """One of them. `heavy_faults` are those that a whole server suffers."""
@@ -25,6 +30,8 @@ class Broker(ABC):
     heavy_every_s: float
     peer_suffixes: tuple[str, ...]
     """Which queues a peer has."""
+    points: tuple[str, ...] = tuple(POINTS)
+    """At which points a process can die on it."""
 
     @abstractmethod
     async def depths(self, queues: Iterable[str]) -> dict[str, int]:
@@ -113,6 +120,8 @@ class QueuesInPostgres(Broker):
     heavy_every_s = 20.0  # each of them takes the store and the broker at once
     # A peer declares itself as a service does. Nothing may end up in its replies and dead letters.
     peer_suffixes = ("", ".control", ".replies", ".dead")
+    # Its queues have no limit. What happens when one refuses all the same is the simulation's to crash.
+    points = tuple(name for name in POINTS if name not in ON_REFUSAL)
 
     def __init__(self, store_url: str) -> None:
         self._store_url = store_url

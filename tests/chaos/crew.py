@@ -213,19 +213,19 @@ class Crew:
             self._events.write("killed", is_synced=False, name=member.name, role=member.role, pid=member.process.pid)
             member.signal(signal.SIGKILL)
 
-    async def freeze(self, member: Member) -> None:
-        """SIGSTOP, longer than a lease, then SIGCONT."""
+    async def freeze(self, member: Member, *, for_s: float | None = None) -> None:
+        """SIGSTOP, longer than a lease or for so long, then SIGCONT."""
         if member.is_alive and not member.is_frozen:
             member.is_frozen = True
             self.counts[f"freezes {member.role}"] += 1
             member.signal(signal.SIGSTOP)
-            await self._thaw(member)
+            await self._thaw(member, for_s)
 
-    async def _thaw(self, member: Member) -> None:
+    async def _thaw(self, member: Member, for_s: float | None = None) -> None:
         assert member.process is not None
         pid = member.process.pid
         self._events.write("frozen", is_synced=False, name=member.name, pid=pid)
-        await asyncio.sleep(self._draw.uniform(*self._freeze_s))
+        await asyncio.sleep(for_s or self._draw.uniform(*self._freeze_s))
         if member.process.pid == pid:
             member.signal(signal.SIGCONT)
             member.is_frozen = False

@@ -27,6 +27,7 @@ LIGHT = {
     "kill_client": 2,
     "freeze_worker": 3,
     "freeze_sweeper": 1,
+    "freeze_client": 3,
     "close_backends": 3,
     "cut_store": 3,
     "cut_broker": 3,
@@ -37,6 +38,8 @@ LIGHT = {
 ON_PROCESSES = tuple(name for name in LIGHT if name.startswith(("kill_", "freeze_")))
 ALARM = "0.00001"
 NO_ALARM = "0.4"
+FULL_S = (3.0, 5.0)
+"""How long a client stands still, and on RabbitMQ its queue refuses: an answer without a row is tried for 15 s."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +167,13 @@ class Faults:
     async def _freeze_sweeper(self, draw: random.Random) -> bool:
         return await self._freeze("sweeper", draw)
 
-    async def _freeze(self, role: str, draw: random.Random) -> bool:
+    async def _freeze_client(self, draw: random.Random) -> bool:
+        return await self._freeze("client", draw, for_s=draw.uniform(*FULL_S))
+
+    async def _freeze(self, role: str, draw: random.Random, *, for_s: float | None = None) -> bool:
         spare = self._crew.spare(role)
         if spare:
-            await self._crew.freeze(draw.choice(spare))
+            await self._crew.freeze(draw.choice(spare), for_s=for_s)
         return bool(spare)
 
     # --- the network ---

@@ -25,7 +25,6 @@ from tests.chaos.faults import Faults, make_schedule
 from tests.chaos.nursery import Nursery
 from tests.chaos.servers import Servers
 
-from coatcheck.points import POINTS
 from coatcheck.store import migrate
 
 PEERS = {"quick": 2, "slow": 1, "twice": 1, "failing": 1, "progress": 1, "silent": 1, "sink": 1}
@@ -48,8 +47,8 @@ class Options:
     light_every_s: float = 2.5
     patience_s: float = 300.0
     """How long a trial may go on after its time to reach all points, and then again to settle."""
-    point_count: int = len(POINTS)
-    """At how many different points a process must have died."""
+    point_count: int | None = None
+    """At how many different points a process must have died; None: at all that there are on the broker."""
     needs_every_fault: bool = False
     """Go on until everything that can be broken was, each thing in turn."""
 
@@ -82,7 +81,7 @@ class Trial:
         self._directory = directory
         self._display = display
         self._events = Book(directory / "events.jsonl")
-        self._points = Points(POINTS, random.Random(f"{options.seed}/points"))
+        self._points = Points(servers.broker.points, random.Random(f"{options.seed}/points"))
         self._nursery = Nursery(ROOT)
         freeze_s = (LEASE_S * 1.1, LEASE_S * 1.6)
         self._crew = Crew(self._nursery, directory, self._events, self._points, freeze_s=freeze_s)
@@ -216,8 +215,11 @@ class Trial:
 
     def _is_broken_enough(self) -> bool:
         reached_count = len(self._points.names) - len(self._points.missing)
+        wanted_count = self._options.point_count
+        if wanted_count is None:
+            wanted_count = len(self._points.names)
         has_every_fault = not (self._options.needs_every_fault and self._faults.missing)
-        return reached_count >= self._options.point_count and has_every_fault
+        return reached_count >= wanted_count and has_every_fault
 
     async def _settle(self) -> bool:
         """Nothing is broken any more: wait until everything is answered, every row ended, every queue empty."""

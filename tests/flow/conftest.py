@@ -46,6 +46,8 @@ ON_POSTGRES_TOO = {
         "test_cancel_by_the_requesters_correlation_id_in_plain_amqp",
         "test_cancel_of_a_task_running_on_another_replica_stops_its_handler",
         "test_cancel_of_a_task_that_has_not_begun_leaves_a_tombstone_that_answers",
+        "test_cancels_that_wait_beside_their_requests_are_read_first",
+        "test_cancels_that_wait_are_read_first_after_an_outage_too",
         "test_cancel_racing_with_completion_gives_one_final_state_and_one_kind_of_answer",
     },
     "test_leases": {

@@ -211,6 +211,8 @@ class Process:
     process: asyncio.subprocess.Process
     name: str
     output: list[str] = field(default_factory=list)
+    reading: asyncio.Task[None] | None = None
+    """Cancelled, its output fills a pipe that has no reader."""
 
     def kill(self) -> None:
         """kill -9"""
@@ -345,13 +347,15 @@ class Rig:
         )
         started = Process(process, name or " ".join(arguments))
         self.processes.append(started)
-        reading = asyncio.create_task(_read(process, started.output))
+        reading = started.reading = asyncio.create_task(_read(process, started.output))
 
         async def stop() -> None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            await asyncio.wait([reading])
+            if reading.cancelled() and process.stdout is not None:
+                await process.stdout.read()  # asyncio waits for the end of the pipe, too
             await process.wait()
-            await reading
 
         self._stack.push_async_callback(stop)
         return started

@@ -25,7 +25,7 @@ _CHUNK = 65536
 
 
 def free_port() -> int:
-    return services._free_port()
+    return services.free_port()
 
 
 class CommitCutter(Proxy):

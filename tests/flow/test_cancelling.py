@@ -8,6 +8,7 @@ import aio_pika
 from tests.flow.harness import Rig, until
 
 from coatcheck.store import TaskState
+from coatcheck.store.blobs import decode
 from coatcheck.worker import App, Client, Context, TaskCancelled
 
 
@@ -66,8 +67,10 @@ async def test_cancel_by_the_requesters_correlation_id_in_plain_amqp(rig: Rig) -
     await rig.task(TaskState.PARKED)
     await requester.send(app.names.control, {"reason": "no"}, correlation_id=asked_for, headers={"cc-kind": "cancel"})
     problem = await requester.reply(asked_for)
+    (task,) = await rig.task(TaskState.CANCELLED)
 
     assert problem["code"] == "cancelled"
+    assert problem["task_id"] == str(task.task_id) == decode(task.value or b"")["task_id"]
     assert len(requester.finals(asked_for)) == 1
 
 
@@ -128,6 +131,83 @@ async def test_cancel_of_a_task_that_has_not_begun_leaves_a_tombstone_that_answe
 async def _has_state(rig: Rig, task_id, state: TaskState) -> bool:
     task = await rig.store.find_task(task_id)
     return task is not None and task.state is state
+
+
+async def test_cancels_that_wait_beside_their_requests_are_read_first(rig: Rig) -> None:
+    """Both were queued while no replica ran."""
+    peer, began = await rig.peer(), list[str]()
+    app = App(rig.names.new())
+
+    @app.task
+    async def ask(ctx: Context, topic: str) -> str:
+        began.append(topic)
+        return await ctx.call(peer.queue, topic)
+
+    broker = await rig.broker()
+    await broker.declare_service(app.service)
+
+    async with Client(rig.settings) as client:
+        tickets = [await client.submit(app.service, f"owls-{number}") for number in range(8)]
+        for ticket in tickets:
+            await ticket.cancel("never mind")
+        other = await client.submit(app.service, "another")
+        await rig.replica(app)
+        outcomes = [await _outcome(ticket) for ticket in tickets]
+        [question] = await peer.asked()
+        await question.reply("fine")
+        answer = await other.result(20)
+
+    assert [type(outcome) for outcome in outcomes] == [TaskCancelled] * 8
+    assert answer == "fine"
+    assert set(began) == {"another"}
+    assert peer.arrived.empty()
+
+
+async def test_cancels_that_wait_are_read_first_after_an_outage_too(rig: Rig) -> None:
+    began = list[str]()
+    app = App(rig.names.new())
+
+    @app.task
+    async def note(ctx: Context, topic: str) -> str:
+        began.append(topic)
+        return topic
+
+    worker = await rig.replica(app)
+
+    async with Client(rig.settings) as client:
+        await worker._pause()
+        tickets = [await client.submit(app.service, f"owls-{number}") for number in range(8)]
+        for ticket in tickets:
+            await ticket.cancel("never mind")
+        await worker._resume()
+        outcomes = [await _outcome(ticket) for ticket in tickets]
+
+    assert [type(outcome) for outcome in outcomes] == [TaskCancelled] * 8
+    assert began == []
+
+
+async def test_requests_do_not_wait_for_ever_for_a_cancel_that_hangs(rig: Rig, monkeypatch) -> None:
+    monkeypatch.setattr("coatcheck.worker.worker.ORDERS_FIRST_S", 0.5)
+    peer = await rig.peer()
+    app = waiting(rig.names.new(), peer.queue)
+    first = await rig.replica(app)
+
+    async with Client(rig.settings) as client:
+        parked = await client.submit(app.service, "owls")
+        await peer.asked(3)
+        await rig.task(TaskState.PARKED)
+        await first._switch("control", is_on=False)
+        await parked.cancel()
+        sql = await rig.sql()
+        async with sql.transaction():
+            await sql.execute("SELECT FROM coatcheck.task WHERE id = $1 FOR UPDATE", parked.task_id)
+            await first._switch("requests", is_on=False)
+            await rig.replica(app)
+            await client.submit(app.service, "newts")
+            await peer.asked(3)
+        outcome = await _outcome(parked)
+
+    assert isinstance(outcome, TaskCancelled)
 
 
 async def test_cancel_racing_with_completion_gives_one_final_state_and_one_kind_of_answer(rig: Rig) -> None:

@@ -354,16 +354,16 @@ async def test_store_lost_while_consumers_start_leaves_none_of_them_consuming(
     consume = AmqpBroker.consume
 
     async def lose_the_store_half_way(broker: AmqpBroker, queue: str, *args: Any, **options: Any) -> Any:
-        if queue == working.app.names.control:
+        if queue == working.app.names.requests:  # the last of them
             gate = worker._gate
             assert gate is not None
             proxy.refuse()
             gate.close(AWAY)
-            await until(lambda: not requests().is_consuming, what="those that are there are paused")
+            await until(lambda: not control().is_consuming, what="those that are there are paused")
         return await consume(broker, queue, *args, **options)
 
-    def requests() -> Any:
-        return worker._consumers["requests"]
+    def control() -> Any:
+        return worker._consumers["control"]
 
     monkeypatch.setattr(AmqpBroker, "consume", lose_the_store_half_way)
     worker = Worker(working.app, rig._with({"store": proxy.url}))

@@ -554,7 +554,7 @@ async def test_finished_rows_go_when_their_time_is_over(rig: Rig, monkeypatch: p
     sent = [await requester.send(app.service, topic) for topic in ("a", "b", "bad")]
     assert [await requester.reply(each) for each in sent[:2]] == ["a", "b"]
     await requester.reply(sent[2])
-    await rig.sweeper()
+    await rig.sweeper(dedup_window=0.3)
     sql = await rig.sql()
 
     await until(lambda: _counts(sql, tasks=1, calls=0, entries=1), what="only the failure is kept")
@@ -564,3 +564,14 @@ async def test_finished_rows_go_when_their_time_is_over(rig: Rig, monkeypatch: p
 async def _counts(sql: asyncpg.Connection, *, tasks: int, calls: int, entries: int) -> bool:
     found = [await sql.fetchval(f"SELECT count(*) FROM coatcheck.{table}") for table in ("task", "call", "journal")]
     return found == [tasks, calls, entries]
+
+
+async def test_worker_without_a_sweeper_says_so_and_stays_ready(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coatcheck.worker.watch.LOOK_EVERY_S", 0.05)
+    worker = await rig.replica(App(rig.names.new()))
+
+    await until(lambda: not worker.notes()["sweeper"], what="it misses the sweeper")
+    assert all(worker.ready_checks().values())
+
+    await rig.sweeper()
+    await until(lambda: worker.notes()["sweeper"], what="it sees the sweeper")

@@ -9,7 +9,7 @@ from tests.flow.outages import amqp_proxy, delivered, listen, metric, only_task,
 from tests.flow.test_killing import Fleet
 
 from coatcheck.store import TaskState
-from coatcheck.worker import App, CallTimedOut, Client, Context, Retry
+from coatcheck.worker import App, CallTimedOut, Client, Context, Retry, TaskCancelled
 
 NOWHERE = "postgresql://nobody@127.0.0.1:1/nothing"
 OFF = {"checkpointing": "off", "store": NOWHERE}
@@ -119,6 +119,31 @@ async def test_off_reports_progress_and_unroutable_calls(rig: Rig) -> None:
     assert seen == [(1, 2, "halfway")]
     assert result == "done"
     assert problem["cause"]["code"] == "no_route"
+
+
+async def test_off_does_not_run_what_was_cancelled_before_it_came(rig: Rig) -> None:
+    """Both were queued while no replica ran: the cancel is read first, and no row keeps it."""
+    began, app = list[str](), App(rig.names.new())
+
+    @app.task
+    async def note(ctx: Context, topic: str) -> str:
+        began.append(topic)
+        return topic
+
+    await (await rig.broker()).declare_service(app.service)
+
+    async with Client(rig._with(OFF)) as client:
+        tickets = [await client.submit(app.service, f"owls-{number}") for number in range(4)]
+        for ticket in tickets:
+            await ticket.cancel("never mind")
+        other = await client.submit(app.service, "another")
+        await rig.replica(app, **OFF)
+        assert await other.result(20) == "another"
+        for ticket in tickets:
+            with pytest.raises(TaskCancelled):
+                await ticket.result(20)
+
+    assert began == ["another"]
 
 
 async def test_off_repeats_a_failed_attempt_and_cancels_what_it_left_open(rig: Rig) -> None:

@@ -71,3 +71,29 @@ async def test_message_that_comes_back_to_a_run_that_was_overtaken_still_brings_
 
 async def _is_final_sent(rig: Rig) -> bool:
     return bool(await (await rig.sql()).fetchval("SELECT is_final_sent FROM coatcheck.task"))
+
+
+async def test_other_request_of_the_same_identity_is_not_taken_for_the_one_that_comes_back(rig: Rig) -> None:
+    """Both come back while the run lives; one of them began it. The other must not be acked with it, unheard."""
+    requester, log, service = await rig.requester(), listen(rig), rig.names.new()
+    to_replica, replica, broker = await amqp_proxy(rig), Replica(service, "replica"), await rig.broker()
+    await rig.replica(replica.app, broker=to_replica.url)
+    asked_for = await requester.send(service, "owls", message_id="id-1")
+    await asyncio.wait_for(replica.has_begun.wait(), 20)
+    to_replica.refuse()
+    await until(lambda: _has(rig, service, 1), what="the request is back in its queue")
+    await requester.send(service, "bats", message_id="id-1", reply_to=None)
+    await until(lambda: _has(rig, service, 2), what="the other is in its queue")
+    async with broker.browse(service, 2) as held:  # and goes back with its end
+        assert len(held) == 2
+
+    to_replica.accept()
+    await log.hears("request_reattached")
+
+    await until(lambda: _has(rig, f"{service}.dead", 1), what="the other is buried")
+    replica.go.set()
+    assert await requester.reply(asked_for) == "replica"
+
+
+async def _has(rig: Rig, queue: str, count: int) -> bool:
+    return await rig.depth(queue) == count

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 
 import aio_pika
 import pytest
 from tests.flow.harness import PATIENCE_S, Rig, until
+from tests.flow.test_bad_input import dead_letters
 
 from coatcheck.store import TaskState
 from coatcheck.worker import App, Client, Context, TaskFailed
@@ -265,6 +267,174 @@ async def test_unknown_handler_is_held_and_runs_after_a_deploy_that_has_it(rig: 
 
     assert await requester.reply(asked_for) == "OWLS"
     assert b"unknown_handler" in (held.value or b"")
+
+
+async def test_request_whose_handler_stays_unknown_is_answered_after_a_limit(rig: Rig) -> None:
+    app, requester = App(rig.names.new()), await rig.requester()
+
+    @app.task
+    async def other(ctx: Context) -> str:
+        return "other"
+
+    await rig.replica(app, hold_unknown=1)
+    await rig.sweeper()
+
+    asked_for = await requester.send(app.service, "owls", type="wanted", message_id="order-1")
+    problem = await requester.reply(asked_for)
+    await requester.send(app.service, "owls", type="wanted", message_id="order-1", correlation_id=asked_for)
+    again = await requester.reply(asked_for, count=2)
+    (task,) = await rig.task(TaskState.FAILED)
+
+    assert problem["code"] == again["code"] == "unknown_handler"
+    assert task.epoch > 1  # it was held first
+    assert len(requester.finals(asked_for)) == 2
+
+
+async def test_task_that_has_run_is_held_for_longer_than_the_limit_when_its_handler_is_gone(rig: Rig) -> None:
+    service, peer, requester = rig.names.new(), await rig.peer(), await rig.requester()
+    old, new = asking(service, peer.queue, Counter()), App(service)
+
+    @new.task
+    async def other(ctx: Context) -> str:
+        return "other"
+
+    worker = await rig.replica(old)
+    asked_for = await requester.send(service, "owls", type="ask")
+    (question,) = await peer.asked()
+    await rig.task(TaskState.PARKED)
+    worker.stop()
+    without = await rig.replica(new, hold_unknown=0)
+    await question.reply("hoo")
+    await rig.task(TaskState.HELD)
+    without.stop()
+    await until(lambda: not without.is_ready, what="it takes nothing more")
+    await rig.sweeper()
+    await rig.replica(old)
+
+    assert await requester.reply(asked_for) == "hoo"
+    assert len(requester.finals(asked_for)) == 1
+
+
+async def test_request_to_be_kept_is_not_run_again(rig: Rig) -> None:
+    requester, runs = await rig.requester(), list[str]()
+    app = App(rig.names.new())
+
+    @app.task
+    async def at_once(ctx: Context, topic: str) -> int:
+        runs.append(topic)
+        return len(runs)
+
+    await rig.replica(app)
+    kept = {"message_id": "order-1", "headers": {"cc-keep": "1"}, "correlation_id": "c-1"}
+    await requester.send(app.service, "owls", **kept)
+    first = await requester.reply("c-1")
+    await requester.send(app.service, "owls", **kept)
+    again = await requester.reply("c-1", count=2)
+
+    assert (first, again) == (1, 1)
+    assert runs == ["owls"]
+
+
+@pytest.mark.parametrize("state", ["running", "parked"])
+async def test_only_so_many_requesters_wait_for_one_task_and_the_rest_are_told_so(rig: Rig, monkeypatch, state) -> None:
+    for module in ("coatcheck.worker.requests", "coatcheck.store.claims"):
+        monkeypatch.setattr(f"{module}.MOST_ADDRESSES", 4)
+    peer, requester, going = await rig.peer(), await rig.requester(), asyncio.Event()
+    app = asking(rig.names.new(), peer.queue, Counter())
+
+    @app.task
+    async def slow(ctx: Context, topic: str) -> str:
+        await going.wait()
+        return "hoo"
+
+    await rig.replica(app)
+    known = {"type": "slow" if state == "running" else "ask", "message_id": "order-1"}
+    sent = [await requester.send(app.service, "owls", **known)]
+    question = (await peer.asked())[0] if state == "parked" else None
+    sent += [await requester.send(app.service, "owls", **known) for _ in range(6)]
+    await until(lambda: sum(bool(requester.finals(each)) for each in sent) == 3, what="three too many are told so")
+    going.set()
+    if question is not None:
+        await question.reply("hoo")
+    answers = [await requester.reply(each) for each in sent]
+
+    assert answers.count("hoo") == 4
+    assert [each["code"] for each in answers if each != "hoo"] == ["too_many_requesters"] * 3
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_request_that_is_read_after_its_deadline_is_not_run(rig: Rig, is_answered: bool) -> None:
+    app, requester, runs = App(rig.names.new()), await rig.requester(), list[str]()
+
+    @app.task
+    async def note(ctx: Context, topic: str) -> None:
+        runs.append(topic)
+
+    await rig.replica(app)
+    over = {"cc-deadline": (datetime.now(UTC) - timedelta(minutes=1)).isoformat()}
+    to = {} if is_answered else {"reply_to": None}
+    asked_for = await requester.send(app.service, "late", headers=over, **to)
+    if is_answered:
+        assert (await requester.reply(asked_for))["code"] == "deadline_exceeded"
+    else:
+        [letter] = await dead_letters(rig, app.names.dead, 1)
+        assert letter.headers["cc-reason"] == "deadline_exceeded"
+    assert runs == []
+    assert await rig.store.list_tasks() == []
+
+
+async def test_repeat_after_the_deadline_is_answered_from_its_row(rig: Rig) -> None:
+    peer, requester, effects = await rig.peer(), await rig.requester(), Counter[str]()
+    app = asking(rig.names.new(), peer.queue, effects)
+    await rig.replica(app)
+    once = {"message_id": "order-1", "correlation_id": "c-1"}
+    await requester.send(app.service, "owls", **once)
+    (question,) = await peer.asked()
+    await question.reply("hoo")
+    await requester.reply("c-1")
+
+    over = {"cc-deadline": (datetime.now(UTC) - timedelta(minutes=1)).isoformat()}
+    await requester.send(app.service, "owls", headers=over, **once)
+
+    assert await requester.reply("c-1", count=2) == "hoo"
+    assert effects == {"owls": 1}
+
+
+async def test_deadline_caps_calls_on_another_replica_too(rig: Rig) -> None:
+    peer, requester, service = await rig.peer(), await rig.requester(), rig.names.new()
+    deadline = datetime.now(UTC) + timedelta(minutes=2)
+
+    def two_calls() -> App:
+        app = App(service)
+
+        @app.task
+        async def ask(ctx: Context, _: str) -> str:
+            await ctx.call(peer.queue, 1, timeout=3600)
+            await ctx.call(peer.queue, 2, timeout=3600)
+            await ctx.call(peer.queue, 3, timeout=10)
+            assert ctx.deadline is not None
+            return ctx.deadline.isoformat()
+
+        return app
+
+    worker = await rig.replica(two_calls())
+    asked_for = await requester.send(service, "", headers={"cc-deadline": deadline.isoformat()})
+    (first,) = await peer.asked()
+    await rig.task(TaskState.PARKED)
+    worker.stop()
+    await rig.replica(two_calls())
+    await first.reply(None)
+    (second,) = await peer.asked()
+    await second.reply(None)
+    (third,) = await peer.asked()
+    await third.reply(None)
+
+    assert await requester.reply(asked_for) == deadline.isoformat()
+    latest = deadline + timedelta(seconds=6)
+    said = [datetime.fromisoformat(each.message.headers["cc-deadline"]) for each in (first, second, third)]
+    assert deadline < said[0] < latest
+    assert deadline < said[1] < latest
+    assert said[2] < deadline
 
 
 async def test_journal_mismatch_is_held_with_both_sides_in_the_reason(rig: Rig) -> None:

@@ -30,7 +30,7 @@ from coatcheck.worker.requests import Requests
 
 CURRENT: ContextVar[int | None] = ContextVar("fuzzed message", default=None)
 
-EXPECTED_ERRORS = frozenset({"message_buried", "task_failed", "task_held"})
+EXPECTED_ERRORS = frozenset({"handler_stayed_unknown", "message_buried", "task_failed", "task_held"})
 """What a person should look at, and what bad input is meant to cause."""
 ALARMING_WARNINGS = frozenset(
     {
@@ -140,7 +140,7 @@ def _hooks(book: Book) -> Iterator[tuple[type, str, Wrap]]:
     yield Executor, "execute", functools.partial(_running, book)
     yield Requests, "_joins", functools.partial(_joining, book)
     yield Replies, "_reattaches", functools.partial(_joining, book)
-    yield Requests, "_refuse_conflict", functools.partial(_refusing, book)
+    yield Requests, "_refuse", functools.partial(_refusing, book)
 
 
 def _knowing(take: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,9 +210,8 @@ def _joining(book: Book, joins: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refusing(book: Book, refuse: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(refuse)
-    async def refused(*args: Any) -> None:
-        await refuse(*args)
-        if args[2].address is not None:
-            book.decide("answered: conflict")
+    async def refused(requests: Requests, delivery: Delivery, birth: Any, document: dict[str, Any]) -> None:
+        await refuse(requests, delivery, birth, document)
+        book.decide(f"answered: {document['code']}")
 
     return refused

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Protocol
 
+import cbor2
 import msgspec
 from msgspec.structs import replace
 
@@ -201,6 +202,9 @@ def _short_text(dice: Dice, ids: Ids) -> str:
             lambda: "é" * 127,
             lambda: "\U0001f9e5" * 60,
             lambda: "\u202e\ufeff\u2028",
+            lambda: "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r",
+            lambda: "://a:" * 50,
+            lambda: "password=" * 28,
             lambda: "'; DROP TABLE coatcheck.task; --",
             lambda: "../../etc/passwd",
             lambda: "%s%n{}{0.__class__}",
@@ -249,6 +253,7 @@ def _header_value(dice: Dice, ids: Ids, depth: int = 0) -> Any:
         lambda: dice.choice(_KIND_WORDS),
         lambda: dice.choice(("1", "true", "2026-01-01", "2026-01-01T00:00:00+99:00", "0001-01-01T00:00:00+23:59")),
         lambda: "9" * 19,
+        lambda: f"00-{'1' * 32}-{'2' * 16}-01-" + dice.choice(("\x00", "\x1b[2J", "\u202e", "x", "\n")),
     ]
     if depth < 3:
         choices.append(lambda: [_header_value(dice, ids, depth + 1) for _ in range(dice.randrange(4))])
@@ -315,6 +320,25 @@ def _nested(pack: bytes, depth: int) -> bytes:
     return pack * depth + b"\x01"
 
 
+def _slow_to_read(dice: Dice) -> bytes:
+    """What took some reader minutes: escapes, quotes and brackets, thousands of them."""
+    unit = dice.choice((b'\\"', b"\\", b'"', b'"a",', b"[]", b"[" * 60 + b"]" * 60 + b",", b"9", b" ", b"\x1b[31m"))
+    opening = dice.choice((b"[" * 65 + b'"', b"[" * 65, b'"', b"[", b""))
+    return (
+        opening + unit * (dice.choice((1_000, 60_000)) // len(unit)) + dice.choice((b"", b'"', b"]", b'"' + b"]" * 65))
+    )
+
+
+def _colliding_keys(dice: Dice) -> bytes:
+    """A map of a thousand keys of one hash, in MessagePack or CBOR: numbers, or arrays of them."""
+    modulus = 2**61 - 1
+    if dice.random() < 0.5:
+        return cbor2.dumps(dict.fromkeys((modulus * number for number in range(1, 1001)), 1))
+    numbers = ([number & 7, number >> 3 & 7, number >> 6 & 7, number >> 9] for number in range(1000))
+    keys = (b"\x94" + b"".join(b"\xcf" + struct.pack(">Q", 1 + it * modulus) for it in each) for each in numbers)
+    return b"\xde\x03\xe8" + b"".join(key + b"\x01" for key in keys)
+
+
 _BODIES: Sequence[Callable[[Dice], bytes]] = (
     lambda dice: b"",
     lambda dice: dice.randbytes(dice.randrange(1, 60)),
@@ -335,6 +359,8 @@ _BODIES: Sequence[Callable[[Dice], bytes]] = (
     lambda dice: b"\xc7\x08\x05abcdefgh",  # an extension nobody knows
     lambda dice: b"\xd7\xff" + dice.randbytes(8),  # a timestamp, perhaps
     lambda dice: b"\x82\xc0\x01\x90\x02",  # keys that are no texts
+    _colliding_keys,
+    lambda dice: b"\x82\xc4\x01a\x01\xc4\x01b\x02",  # keys of bytes
     lambda dice: _nested(b"\x91", dice.choice((63, 64, 65, 2000))),
     lambda dice: _nested(b"\x81", dice.choice((64, 2000))),  # CBOR: nested arrays
     lambda dice: b"\x9f" * 500,  # CBOR: arrays without an end
@@ -348,6 +374,9 @@ _BODIES: Sequence[Callable[[Dice], bytes]] = (
     lambda dice: msgspec.msgpack.encode({"a": [None, 2**64 - 1, -(2**63), b"\x00", 1.5, "x"]}),
     lambda dice: b"[" + b"[]," * 20_000 + b"[]]",
     lambda dice: b'"' + b"\\u0041" * 5000 + b'"',
+    _slow_to_read,
+    lambda dice: b'{"detail": "' + dice.choice((b"://a:", b"token=", b"://:@ ", b"\\u202e")) * 10_000 + b'"}',
+    lambda dice: b'{"code": "' + b"c" * 20_000 + b'", "exception": "' + b"\\u001b[2J" * 500 + b'"}',
     lambda dice: b" " * 5000 + b"1" + b"\t\r\n" * 50,
     lambda dice: b"inf",
     lambda dice: b"-1",

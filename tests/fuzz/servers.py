@@ -47,7 +47,7 @@ class ServerWorld(World):
         assert self._stranger is not None
         for each in batch:
             await self._stranger.basic_publish(
-                each.message.body, routing_key=self.queue(each.queue), properties=_properties(each), wait=False
+                each.message.body, routing_key=self.queue(each.queue), properties=properties_of(each), wait=False
             )
         await self._send_unreadable()
 
@@ -86,7 +86,7 @@ class ServerWorld(World):
         return await self._depth("dead") == self._meter("dead_letters_total")
 
 
-def _properties(each: Fuzzed) -> Basic.Properties:
+def properties_of(each: Fuzzed) -> Basic.Properties:
     message = each.message
     headers: Mapping[str, Any] = {name: value for name, value in message.headers.items() if name not in _ROUTING}
     return Basic.Properties(

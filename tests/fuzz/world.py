@@ -24,7 +24,7 @@ from tests.fuzz.messages import Dice, Fuzzed, find_mark, fuzzed
 
 from coatcheck.broker import Broker, Delivery, Message, Outgoing, connect
 from coatcheck.broker.bodies import Body
-from coatcheck.broker.headers import KIND, QUEUE, REASON, TASK
+from coatcheck.broker.headers import IDENTITY, KIND, QUEUE, REASON, TASK
 from coatcheck.broker.memory import MemoryBroker
 from coatcheck.broker.wire import make_request
 from coatcheck.store import MemoryStore, Store, Tables, TaskState
@@ -320,7 +320,14 @@ class World(ABC):
         return not wants or asked.correlation_id in self.answers or self._is_held(said, asked)
 
     def _is_held(self, said: list[str], asked: Message) -> bool:
-        return bool(said) and asked.type is not None and asked.type not in self.app.handlers
+        """A request for a handler that is not there, or a repeat of one, which waits with it."""
+        if said == ["accept: duplicate"]:
+            firsts = (it.message for it in self.book.sent.values() if it.queue == "requests")
+            return any(self._is_unknown(it) for it in firsts if _identity(it) == _identity(asked))
+        return bool(said) and self._is_unknown(asked)
+
+    def _is_unknown(self, asked: Message) -> bool:
+        return asked.type is not None and asked.type not in self.app.handlers
 
     def _check_meters(self, derived: int) -> None:
         """The replica's own meters say the same as the book."""
@@ -412,3 +419,7 @@ class MemoryWorld(World):
 
     async def count_tasks(self) -> dict[TaskState, int]:
         return await MemoryStore(self.tables).count_tasks()
+
+
+def _identity(message: Message) -> object:
+    return message.headers.get(IDENTITY) or message.message_id or message.correlation_id

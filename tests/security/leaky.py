@@ -1,5 +1,6 @@
 """A service whose values are all marked; `coatcheck worker tests.security.leaky:app` must write none of them down."""
 
+import asyncio
 import os
 
 import pydantic
@@ -69,6 +70,11 @@ async def wrong_reply(ctx: Context, value: str) -> None:
 @app.task
 async def unsendable(ctx: Context, value: str) -> object:
     return {value: object()}
+
+
+@app.task
+async def bad_timer(ctx: Context, value: str) -> None:
+    await asyncio.wait({asyncio.ensure_future(ctx.call(PEER, {"value": value}))}, timeout=60)
 
 
 @app.task

@@ -243,6 +243,132 @@ async def test_accepted_request_that_comes_back_stays_accepted_when_its_token_ha
     assert (await requester.reply(refused))["code"] == "unauthorized"
 
 
+def counting(service: str, peer: str, entered: list[str], *, hook: Callable[..., Any] = identify) -> App:
+    """An app whose handler says whom it runs for before it does anything durable."""
+    app = App(service, identify=hook)
+
+    @app.task
+    async def who(ctx: Context, topic: str) -> str:
+        assert ctx.caller is not None
+        entered.append(ctx.caller.subject)
+        await ctx.call(peer, topic)
+        return ctx.caller.subject
+
+    return app
+
+
+@pytest.mark.parametrize("state", ["running without a row", "parked", "ended"])
+async def test_repeat_without_a_token_runs_nothing_and_learns_nothing(rig: Rig, state: str):
+    """It has all that a stranger can have learnt: identity, body, and the address of the first."""
+    peer, requester, entered = await rig.peer(), await rig.requester(), list[str]()
+    app, going = counting(rig.names.new(), peer.queue, entered), asyncio.Event()
+
+    @app.task
+    async def slow(ctx: Context, topic: str) -> str:
+        entered.append("alice")
+        await going.wait()
+        return "alice"
+
+    await rig.replica(app)
+    known = {"type": "slow" if state == "running without a row" else "who", "correlation_id": "order-1"}
+    asked_for = await requester.send(app.service, "owls", headers=BEARER | {"cc-id": "order-1"}, **known)
+    await until(lambda: entered, what="the handler runs")
+    question = None if known["type"] == "slow" else (await peer.asked())[0]
+    if state == "ended" and question is not None:
+        await question.reply(None)
+        await requester.reply(asked_for)
+
+    run_count, answer_count = len(entered), len(requester.finals(asked_for))
+
+    # The address of the first one, none at all, and one of the stranger's own.
+    await requester.send(app.service, "owls", headers={"cc-id": "order-1"}, **known)
+    await requester.send(app.service, "owls", headers={"cc-id": "order-1"}, reply_to=None, **known)
+    own = await requester.send(app.service, "owls", headers={"cc-id": "order-1"}, **known | {"correlation_id": "mine"})
+    refusals = [await requester.reply(own), await requester.reply(asked_for, count=answer_count + 1)]
+    [letter] = await dead_letters(rig, app.names.dead, 1)
+    assert len(entered) == run_count
+    going.set()
+    if state == "parked" and question is not None:
+        await question.reply(None)
+    await until(lambda: len(requester.finals(asked_for)) == 2, what="the answer, beside the refusal of the copy")
+
+    assert [each["code"] for each in refusals] == ["unauthorized"] * 2
+    assert letter.headers["cc-reason"] == "unauthorized"
+    assert "alice" in [json.loads(each.body) for each in requester.finals(asked_for)]
+    assert len(requester.finals(own)) == 1
+
+
+async def test_new_request_without_a_token_that_came_back_is_refused(rig: Rig):
+    """It was never accepted, so its token is looked at as if it were new."""
+    requester, tries = await rig.requester(), list[str | None]()
+
+    def unsure(token: str | None) -> Caller:
+        tries.append(token)
+        if len(tries) == 1:
+            raise TransientError("the server with the keys is away")
+        return identify(token)
+
+    app = waiting(rig.names.new(), "nobody", unsure)
+    await rig.replica(app)
+
+    asked_for = await requester.send(app.service, "owls", type="who", headers={"cc-id": "order-1"})
+
+    assert (await requester.reply(asked_for))["code"] == "unauthorized"
+    assert tries == [None, None]
+    assert await rig.store.list_tasks() == []
+
+
+@pytest.mark.parametrize("state", ["running", "parked", "ended"])
+async def test_copy_without_a_token_that_came_back_takes_no_run_over(rig: Rig, state: str):
+    """The broker says that it came back, for the hook could not tell at first. It does not say who sent it."""
+    peer, requester, entered = await rig.peer(), await rig.requester(), list[str]()
+    tries, began, going = list[str | None](), asyncio.Event(), asyncio.Event()
+
+    def unsure(token: str | None) -> Caller:
+        tries.append(token)
+        if token is None and tries.count(None) == 1:
+            raise TransientError("the server with the keys is away")
+        return identify(token)
+
+    app = counting(rig.names.new(), peer.queue, entered, hook=unsure)
+
+    async def mark() -> None:
+        began.set()
+        await going.wait()
+
+    @app.task
+    async def slow(ctx: Context, topic: str) -> str:
+        entered.append("alice")
+        await ctx.step(mark, key="mark")  # makes the row
+        return "alice"
+
+    first, second = [await rig.replica(app, request_prefetch=1) for _ in range(2)]  # one each: a copy goes to the other
+    known = {"type": "slow" if state == "running" else "who", "correlation_id": "order-1"}
+    await requester.send(app.service, "owls", headers=BEARER | {"cc-id": "order-1"}, **known)
+    question = None if state == "running" else (await peer.asked())[0]
+    if question is None:
+        async with asyncio.timeout(PATIENCE_S):
+            await began.wait()
+    elif state == "ended":
+        await question.reply(None)
+        await requester.reply("order-1")
+    entered_before = len(entered)
+
+    await requester.send(app.service, "owls", headers={"cc-id": "order-1"}, **known)
+    await until(lambda: tries.count(None) == 2, what="it came back")
+    await until(lambda: first.is_idle + second.is_idle == (1 if state == "running" else 2), what="it is settled")
+
+    assert len(entered) == entered_before
+    [task] = await rig.store.list_tasks()
+    assert state != "running" or (task.epoch, task.pickups) == (1, 1)
+    going.set()
+    if state == "parked" and question is not None:
+        await question.reply(None)
+    assert await requester.reply("order-1") == "alice"
+    await until(lambda: first.is_idle and second.is_idle, what="all is settled")
+    assert {json.loads(each.body) for each in requester.finals("order-1")} == {"alice"}
+
+
 async def test_hook_that_cannot_tell_now_is_asked_again(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("coatcheck.worker.requests.LONGEST_UNKNOWN_CALLER_PAUSE_S", 0.01)
     requester, tries = await rig.requester(), []

@@ -8,7 +8,7 @@ import pytest
 from tests.flow.harness import Rig, until
 from tests.flow.test_bad_input import dead_letters
 
-from coatcheck.broker import Message, Outgoing, connect
+from coatcheck.broker import Message, Outgoing, connect, parse_request
 from coatcheck.broker.headers import may_arrive, may_pass
 from coatcheck.cli.letters import look, redrive
 from coatcheck.store import TaskState
@@ -83,6 +83,34 @@ async def test_headers_of_a_request_go_nowhere(rig: Rig):
     assert task.identity == "1"
     # RabbitMQ copied what the strangers sent, as they asked it to; that is their doing, and their right.
     assert [json.loads(copy.body) for copy in await dead_letters(rig, spy, 2)] == ["owls", "hoo"]
+
+
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
+
+
+@pytest.mark.parametrize("odd", ["\0", "\x1b[2J", "\u202e", "\x7f", "\n", "é"])
+def test_trace_with_more_than_printable_ascii_is_ignored(odd: str):
+    request = parse_request(Message(headers={"traceparent": f"{TRACE}-{odd}", "tracestate": "a=b"}))
+    state = parse_request(Message(headers={"traceparent": TRACE, "tracestate": f"a={odd}"}))
+
+    assert (request.traceparent, request.tracestate) == (None, None)
+    assert (state.traceparent, state.tracestate) == (TRACE, None)
+
+
+async def test_request_with_a_nul_in_its_trace_is_answered(rig: Rig):
+    requester = await rig.requester()
+    app = App(rig.names.new())
+
+    @app.task
+    async def nap(ctx: Context, topic: str) -> str:
+        await ctx.sleep(0.05)  # with a row, whose text columns refuse a NUL
+        return topic
+
+    await rig.replica(app)
+    await rig.sweeper()
+    headers = {"traceparent": f"{TRACE}-\0", "tracestate": "a=\0"}
+
+    assert await requester.reply(await requester.send(app.service, "owls", headers=headers)) == "owls"
 
 
 async def test_headers_of_a_dead_letter_are_the_contracts_alone(rig: Rig):

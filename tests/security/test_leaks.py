@@ -34,6 +34,7 @@ OUTCOMES = {
     "call_fails": "handler_failed",
     "wrong_reply": "handler_failed",
     "unsendable": "program_error",
+    "bad_timer": "program_error",
     "orders": "invalid_arguments",
     "two": "invalid_arguments",
 }
@@ -106,12 +107,16 @@ async def run_every_handler(rig: Rig, leaky: Process) -> None:
     assert codes == OUTCOMES
     assert replies["everything"] == {"answer": {"answer": MARK}, MARK: MARK}
     assert unauthorized["code"] == "unauthorized"
-    failed = {task.handler: task for task in await rig.task(TaskState.FAILED, 5)}
+    failed = {task.handler: task for task in await rig.task(TaskState.FAILED, 6)}
     assert f"RuntimeError: cannot do {MARK}" in (failed["fails"].traceback or "")  # the handler's own words
     assert 'raise RuntimeError(f"cannot do {value}")' in (failed["fails"].traceback or "")
     stored = "".join(task.traceback or "" for task in failed.values()) + json.dumps([replies, unauthorized])
     assert LOCAL not in stored
     assert SECRET not in stored
+    # Where the code stands is for those who read the row; whoever asked is not told.
+    assert "leaky.py" in (failed["unsendable"].traceback or "")
+    assert "leaky.py" in (failed["bad_timer"].traceback or "")
+    assert ".py" not in json.dumps([replies, unauthorized])
 
 
 async def bury_bad_messages(rig: Rig, leaky: Process) -> None:

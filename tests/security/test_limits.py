@@ -1,5 +1,6 @@
 """Every limit at its edge: what just fits passes, one more is refused with words that say what to do."""
 
+import asyncio
 import gzip
 import json
 import os
@@ -10,14 +11,15 @@ import msgspec
 import pytest
 import structlog
 import zstandard
-from tests.flow.harness import Rig
+from tests.flow.harness import Rig, until
 from tests.flow.outages import listen
 from tests.flow.test_bad_input import dead_letters
 
 from coatcheck.broker import BodyFormat, Limits, Message, parse_reply, parse_request
-from coatcheck.broker.bodies import parse_body
+from coatcheck.broker.bodies import Body, parse_body
 from coatcheck.broker.headers import Head
 from coatcheck.broker.topology import takes_replies
+from coatcheck.decoding import MOST_EXTREMES
 from coatcheck.errors import MalformedMessage, OversizedMessage
 from coatcheck.store import TaskState, blobs
 from coatcheck.worker import App, Client, Context, TaskFailed
@@ -98,6 +100,59 @@ def test_cbor_that_would_take_the_cpu_or_memory_is_refused(raw: bytes):
     assert refusal(raw, CBOR) == "undecodable"
 
 
+def floods(entry: bytes) -> list[bytes]:
+    """MessagePack with maps that have one key of the kind: in each size of map, and below another value."""
+    alone = [head + entry + b"\x01" for head in (b"\x81", b"\xde\x00\x01", b"\xdf\x00\x00\x00\x01")]
+    return [*alone, b"\x92\xa1a" + alone[0], b"\x82\xa1k\x01" + entry + b"\x01", b"\x81\xa1k\x91" + alone[2]]
+
+
+NOT_A_KEY = {
+    "a small number": b"\x07",
+    "a negative number": b"\xe0",
+    "a long number": b"\xcf" + b"\x01" * 8,
+    "a signed number": b"\xd3" + b"\x01" * 8,
+    "a fraction": b"\xcb" + b"\x01" * 8,
+    "nothing": b"\xc0",
+    "a truth": b"\xc3",
+    "an array": b"\x91\xa1a",
+    "a map": b"\x80",
+    "an extension": b"\xd4\x05a",
+    "a time": b"\xd6\xff\x00\x00\x00\x00",
+}
+
+
+@pytest.mark.parametrize("entry", NOT_A_KEY.values(), ids=NOT_A_KEY.keys())
+def test_key_of_messagepack_is_text_or_bytes(entry: bytes):
+    for raw in floods(entry):
+        assert refusal(raw, MSGPACK) == "undecodable"
+        with pytest.raises(blobs.CorruptBlob, match="neither text nor bytes"):
+            blobs.decode(blobs.pack(blobs.Codec.MSGPACK, raw))
+        with pytest.raises(MalformedMessage, match="neither text nor bytes"):
+            Body(BodyFormat.MSGPACK, raw).decode()  # as from the row of a request that an older release let in
+
+
+@pytest.mark.parametrize("key", ["a", "é" * 20, "x" * 300, "x" * 70_000, b"a", b"x" * 300, b"x" * 70_000])
+def test_text_and_bytes_of_every_size_are_keys(key: str | bytes):
+    value: Any = {key: [{key: 1.5, "second": None}, -7, 2**63, b"bytes", True], "last": {}}
+    raw = msgspec.msgpack.encode(value)
+
+    assert parse_body(raw, MSGPACK).decode() == value
+    assert blobs.decode(blobs.pack(blobs.Codec.MSGPACK, raw)) == value
+
+
+@pytest.mark.parametrize(("content_type", "codec"), [(JSON, "JSON"), (MSGPACK, "MSGPACK"), (CBOR, "CBOR")])
+def test_numbers_as_keys_are_read_from_text_in_every_format(content_type: str, codec: str):
+    raw = ENCODERS[content_type]({"1": "one", "-2": "two"})
+
+    assert parse_body(raw, content_type).decode(dict[int, str]) == {1: "one", -2: "two"}
+    assert blobs.decode(blobs.pack(blobs.Codec[codec], raw), dict[int, str]) == {1: "one", -2: "two"}
+
+
+def test_key_of_stored_cbor_is_text_or_bytes():
+    with pytest.raises(blobs.CorruptBlob, match="text string or byte string"):
+        blobs.decode(blobs.pack(blobs.Codec.CBOR, cbor2.dumps({1: 1})))
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "compress", "GZIP", "gzip, gzip"])
 def test_nothing_that_arrives_is_decompressed(encoding: str):
     bomb = gzip.compress(b"0" * 10_000_000)
@@ -131,7 +186,6 @@ def test_stored_value_that_lies_about_its_size_is_not_unpacked_beyond_it():
 
 ODD_ERRORS = {
     "an extension of MessagePack": (MSGPACK, {"detail": msgspec.msgpack.Ext(5, b"x"), "code": "mine"}),
-    "a number as a key": (MSGPACK, {1: "numbered", "code": "mine"}),
     "a set": (CBOR, {"detail": {"a"}, "code": "mine"}),
     "undefined": (CBOR, {"more": cbor2.undefined, "code": "mine"}),
     "an unknown tag": (CBOR, {"more": cbor2.CBORTag(4711, "x"), "code": "mine"}),
@@ -151,6 +205,18 @@ def test_error_that_says_more_than_json_is_still_the_error_of_its_call(content_t
     assert reply.problem is not None
     assert reply.problem["code"] == "mine"
     blobs.encode(reply.problem)  # as it will be stored
+
+
+@pytest.mark.parametrize("content_type", [MSGPACK, CBOR])
+def test_error_that_is_not_read_is_still_the_error_of_its_call(content_type: str):
+    body = ENCODERS[content_type]({1: "numbered", "code": "mine"})
+    message = Message(body, correlation_id="1", content_type=content_type, headers={"cc-kind": "error"})
+
+    reply = parse_reply(message)
+
+    assert reply.problem is not None
+    assert reply.problem["code"] == "peer_error"
+    assert "text" in reply.problem["detail"]
 
 
 # --- headers ---
@@ -313,6 +379,48 @@ async def test_result_call_and_fan_out_at_their_limits(rig: Rig, mode: str):
     assert [await code("fan", 5), await code("fan", 6)] == ["fine", "too_many_calls"]
 
 
+@pytest.mark.parametrize("letter", ["x", None], ids=["compressible", "not"])
+@pytest.mark.parametrize("is_live", [False, True], ids=["parked", "live"])
+async def test_replies_of_one_task_are_bounded_together(rig: Rig, letter: str | None, is_live: bool):
+    """Also while a step keeps the run in RAM; a run that is resumed is not even given what is too much."""
+    peer, requester, going = await rig.peer(), await rig.requester(), asyncio.Event()
+    app, size = App(rig.names.new()), 8192
+
+    async def linger() -> None:
+        await going.wait()
+
+    @app.task
+    async def fan(ctx: Context, count: int) -> int:
+        calls = ctx.gather(*(ctx.call(peer.queue, n) for n in range(count)))
+        return len((await asyncio.gather(calls, ctx.step(linger, key="linger")))[0] if is_live else await calls)
+
+    async def answer(asked: Any) -> None:
+        await asked.reply(letter * size if letter else os.urandom(size // 2).hex())
+
+    peer.answer = answer
+    worker = await rig.replica(app, max_history=4 * size + 1000)
+    answers = []
+    for count in (4, 5):
+        going.clear()
+        asked_for = await requester.send(app.service, count)
+        if is_live:
+            await until(lambda: applied(worker) >= sum(range(4, count + 1)), what="all replies are in")  # noqa: B023
+            going.set()
+        answers.append(await requester.reply(asked_for))
+
+    assert answers[0] == 4
+    assert answers[1]["code"] == "history_too_large"
+    assert "COATCHECK_MAX_HISTORY" in answers[1]["detail"]
+
+
+def applied(worker: Any) -> float:
+    found = [worker.metrics.registry.get_sample_value("coatcheck_claims_total", {"result": it}) for it in APPLIED]
+    return sum(each or 0.0 for each in found)
+
+
+APPLIED = ("recorded", "woke")
+
+
 async def test_checkpoint_is_warned_of_and_refused_at_its_limits(rig: Rig):
     heard = listen(rig)
     requester = await rig.requester()
@@ -371,3 +479,13 @@ async def test_client_hears_what_was_too_large(rig: Rig):
     async with Client(rig.settings) as client:
         with pytest.raises(TaskFailed, match="a result of 3,002 bytes; the limit is 2,048"):
             await client.call(app.service, timeout=20)
+
+
+def test_body_of_numbers_that_are_slow_to_read_is_refused_and_a_few_are_read() -> None:
+    few, many = [f"[{'1e308,' * count}1e-320]".encode() for count in (MOST_EXTREMES - 1, 100_000)]
+
+    with pytest.raises(MalformedMessage, match="exponents") as refusal:
+        parse_body(many, "application/json")
+
+    assert refusal.value.code == "undecodable"
+    assert len(parse_body(few, "application/json").decode(list[float])) == MOST_EXTREMES

@@ -29,10 +29,12 @@ from coatcheck.cli.doctor import examine
 from coatcheck.cli.letters import count_letters, look
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
+from coatcheck.store.sweeps import Retention
 from coatcheck.worker import App, Client, Settings, TaskCancelled, Worker
 
 FLOW = "test_a_task_runs_with_the_least_rights"
 VHOST = "coatcheck"
+AT_ONCE = Retention(timedelta(), timedelta())
 INSERT_DONE = """
     INSERT INTO coatcheck.task (id, service, version, state, epoch, digest, request, value, due_at, finished_at)
     VALUES (gen_random_uuid(), 'gone', '1', 'done', 1, '', '', '', now() - interval '1 s', now())
@@ -77,7 +79,9 @@ def roles(tls_broker: TlsBroker, own_postgres: TlsPostgres, tmp_path_factory: py
     for _ in range(2):  # as often as you like
         run_command(command, tls_broker, directory)
     own_postgres.execute("CREATE DATABASE coatcheck")
-    run_sync(run_sql(own_postgres.url("postgres", database="coatcheck", host="127.0.0.1"), first))
+    administrator = own_postgres.url("postgres", database="coatcheck", host="127.0.0.1")
+    run_sync(run_sql(administrator, "GRANT CREATE ON SCHEMA public TO PUBLIC"))  # as it was before Postgres 15
+    run_sync(run_sql(administrator, first))
     made.cli(role="coatcheck_owner").json("migrate")
     run_sync(run_sql(made.sql("coatcheck_owner"), second))
     made.cli(user="deploy").json("declare", "research")
@@ -192,7 +196,7 @@ async def test_sweeper_can_delete_what_retention_is_done_with(roles: Roles):
         await owner.execute(INSERT_DONE)
         store = Store(roles.sql("coatcheck_sweeper"), pool_size=1)
         try:
-            assert await store.retire(limit=100) >= 1
+            assert await store.retire(limit=100, keep=AT_ONCE) >= 1
         finally:
             await store.close()
 
@@ -205,8 +209,35 @@ async def test_monitor_sees_where_tasks_stand(roles: Roles):
     await run_sql(
         roles.sql("coatcheck_monitor"),
         "SELECT service, state, count(*), min(created_at) FROM coatcheck.task GROUP BY 1, 2; "
-        "SELECT peer, count(*) FROM coatcheck.call WHERE state = 'open' GROUP BY 1",
+        "SELECT service, handler, peer, count(*), min(due_at) FROM coatcheck.call_times WHERE state = 'open' "
+        "GROUP BY 1, 2, 3",
     )
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        *("call.id", "call.task_id", "call.key", "call.headers", "call.body", "journal.task_id", "journal.value"),
+        *("task.id", "task.trigger", "task.wait_calls", "task.identity", "task.correlation_id", "task.addresses"),
+        *("task.request", "task.value", "task.caller_claims", "task.traceparent"),
+    ],
+)
+async def test_monitor_sees_no_id_that_could_be_used_and_no_payload(roles: Roles, column: str):
+    """The id of an open call answers it, the id of a task cancels it."""
+    table, _, name = column.partition(".")
+
+    with pytest.raises(asyncpg.InsufficientPrivilegeError):
+        await run_sql(roles.sql("coatcheck_monitor"), f"SELECT {name} FROM coatcheck.{table}")
+
+
+async def test_monitor_that_had_more_loses_it_when_the_grants_are_run_again(roles: Roles):
+    _, second = page_blocks("sql")
+    await run_sql(roles.sql("coatcheck_owner"), "GRANT SELECT (id, task_id) ON coatcheck.call TO coatcheck_monitor")
+
+    await run_sql(roles.sql("coatcheck_owner"), second)
+
+    with pytest.raises(asyncpg.InsufficientPrivilegeError):
+        await run_sql(roles.sql("coatcheck_monitor"), "SELECT id FROM coatcheck.call")
 
 
 # --- what they are not enough for: RabbitMQ ---
@@ -297,12 +328,13 @@ WRITES = {
     "schema": "CREATE SCHEMA mine",
     "temporary": "CREATE TEMPORARY TABLE mine (id integer)",
     "version": "UPDATE coatcheck.schema_version SET version_num = '9999'",
+    "function": "CREATE FUNCTION public.cardinality(uuid[]) RETURNS integer LANGUAGE sql AS 'SELECT 1'",
     "payload": "SELECT request FROM coatcheck.task",
     "caller": "SELECT caller_subject FROM coatcheck.task",
 }
-DDL = ["truncate", "drop", "alter", "create", "schema", "temporary", "version"]
+DDL = ["truncate", "drop", "alter", "create", "schema", "temporary", "version", "function"]
 REFUSED_WRITES = {
-    "coatcheck_owner": ["schema", "temporary"],
+    "coatcheck_owner": ["schema", "temporary", "function"],
     "coatcheck_worker": ["delete", *DDL],
     "coatcheck_sweeper": ["insert", *DDL],
     "coatcheck_reader": ["insert", "update", "delete", *DDL],
@@ -325,6 +357,6 @@ async def test_store_says_where_the_grants_are(roles: Roles):
     store = Store(roles.sql("coatcheck_reader"), pool_size=1)
     try:
         with pytest.raises(StoreUnavailable, match=r"docs/security\.md has the grants"):
-            await store.retire(limit=1)
+            await store.retire(limit=1, keep=AT_ONCE)
     finally:
         await store.close()

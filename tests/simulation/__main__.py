@@ -31,7 +31,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     if options.bugs:
-        return hunt(options.count)
+        return hunt(options.count, seconds=options.seconds)
     bug = f" --bug {options.bug}" if options.bug else ""
     with bugs.planted(options.bug):
         if options.seed is not None:
@@ -72,6 +72,18 @@ def _exhaustive() -> Iterator[tuple[str, Plan]]:
         plan = copy.deepcopy(calm)
         plan.faults = faults
         yield name, plan
+    yield from _crowded()
+
+
+def _crowded() -> Iterator[tuple[str, Plan]]:
+    """A crash at every point while queues are full, the first few times it is reached."""
+    scene = Scene(0, plans.crowded())
+    assert not scene.run(), scene.world.violations
+    assert scene.reached["after_leave"], "no final reply was refused"
+    for name, faults in plans.single_crashes(0, {point: min(count, 3) for point, count in scene.reached.items()}):
+        plan = plans.crowded()
+        plan.faults.kill_points = faults.kill_points
+        yield f"{name}, full", plan
 
 
 class Runner:
@@ -120,17 +132,21 @@ class Runner:
         print(f"simulated {told}, in {took:.0f} s")
 
 
-def hunt(count: int) -> int:
-    """Plant one mistake after the other; each must be found within so many schedules."""
-    missed = 0
+def hunt(count: int, *, seconds: float) -> int:
+    """Plant one mistake after the other; each must be found within so many schedules. Begins none after the time."""
+    until = _clock() + seconds
+    missed = tried = 0
     for name in bugs.BUGS:
+        if _clock() > until:
+            break
+        tried += 1
         with bugs.planted(name):
             found = _find(count)
         print(
             f"{name.replace('_', ' ')}: {'NOT FOUND' if found is None else f'seed {found[0]}: {found[1]}'}", flush=True
         )
         missed += found is None
-    print(f"found {len(bugs.BUGS) - missed} of {len(bugs.BUGS)} planted bugs")
+    print(f"found {tried - missed} of {tried} planted bugs; there are {len(bugs.BUGS)}")
     return 1 if missed else 0
 
 

@@ -35,11 +35,11 @@ from coatcheck.store.rows import (
     Unsent,
     Verdict,
 )
-from coatcheck.worker import replies, requests
+from coatcheck.worker import executor, replies, requests, sweeper
 from coatcheck.worker.executor import End, Executor
 from coatcheck.worker.host import Superseded
 from coatcheck.worker.messages import call_message
-from coatcheck.worker.outbox import Outbox
+from coatcheck.worker.outbox import Marks, Outbox
 from coatcheck.worker.store_host import StoreHost
 
 Patch = tuple[Any, str, Any]
@@ -255,14 +255,44 @@ def a_retry_forgets_what_had_succeeded() -> Sequence[Patch]:
 
 @bug
 def a_call_without_a_route_is_lost_in_silence() -> Sequence[Patch]:
-    async def careless(self: Outbox, calls: Sequence[Peer], *, reply_to: str | None = None) -> None:
+    async def careless(self: Outbox, calls: Sequence[Peer], *, reply_to: str | None = None) -> list[Peer]:
         messages: list[Outgoing] = [
             call_message(call, reply_to=reply_to) for call in calls if call.kind is not Kind.TIMER
         ]
         if messages:
             await self.publish(messages)
+        return []
 
     return [(Outbox, "send_calls", careless)]
+
+
+@bug
+def a_refused_call_is_marked_as_sent() -> Sequence[Patch]:
+    add = Marks.add
+
+    def careless(self: Marks, calls: Sequence[Peer], *, refused: Sequence[Peer] = ()) -> None:
+        add(self, calls)
+
+    return [(Marks, "add", careless)]
+
+
+@bug
+def a_refused_answer_is_acked_and_left_to_nobody() -> Sequence[Patch]:
+    async def careless(runtime: Any, task_id: TaskId, refused: Sequence[Outgoing]) -> None:
+        pass
+
+    return [(executor, "leave_final", careless)]
+
+
+@bug
+def the_sweeper_marks_what_was_refused() -> Sequence[Patch]:
+    each = sweeper._each
+
+    async def careless(items: Sequence[Any], send: Any) -> list[Any]:
+        await each(items, send)
+        return []
+
+    return [(sweeper, "_each", careless)]
 
 
 @bug

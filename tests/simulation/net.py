@@ -45,6 +45,9 @@ class Server(MemoryServer):
         self.repeats = repeats
 
     def route(self, outgoing: Outgoing) -> Routing:
+        queue = self.queues.get(outgoing.to)
+        if queue is not None and queue.is_full:
+            return Routing.REFUSED
         self.watcher.on_route(outgoing)
         routing = super().route(outgoing)
         if self.repeats and self.world.rng.random() < self.repeats:
@@ -231,8 +234,9 @@ class SimBroker(MemoryBroker):
             is_broken = self.connection != connection
             is_lost = is_lost or (is_broken and world.rng.random() < 0.5)
             if not is_lost:
-                world.note(self.process.name, f"sent {describe(messages[index].message)} to {messages[index].to}")
                 routing = self.server.route(messages[index])
+                sent = "sent" if routing is not Routing.REFUSED else "could not send"
+                world.note(self.process.name, f"{sent} {describe(messages[index].message)} to {messages[index].to}")
                 if not is_broken:
                     routings[index] = routing
 

@@ -11,7 +11,7 @@ from tests.simulation.net import Server
 
 from coatcheck.broker.bodies import Body
 from coatcheck.broker.memory import _Entry
-from coatcheck.broker.port import Message, Outgoing
+from coatcheck.broker.port import Message, Outgoing, Routing
 from coatcheck.broker.wire import Progress, make_error, make_problem, make_progress, make_result
 
 
@@ -51,7 +51,8 @@ class Peer:
 
     def _send(self, to: str, message: Message) -> None:
         self.server.world.note(self.queue, f"answers {str(message.correlation_id)[:8]}")
-        self.server.route(Outgoing(to, message))
+        if self.server.route(Outgoing(to, message)) is Routing.REFUSED:
+            self.server.world.later(1.0, lambda: self._send(to, message))
 
 
 class _Nothing:

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from tests.simulation import flows
 from tests.simulation.scenario import Ask, Faults, Plan
 
+QUEUES = (
+    *("client", "client", flows.PEER, flows.PEER, flows.QUIET, flows.SERVICE),
+    *(f"{flows.SERVICE}.{each}" for each in ("replies", "control", "dead")),
+)
 KINDS = tuple(handler.__name__ for handler in flows.HANDLERS)
 
 
@@ -27,7 +31,7 @@ def draw(seed: int) -> Plan:
     faults = _draw_faults(rng, span=600 + 500 * len(asks))
     if is_crowd:
         faults.repeats = 0.5
-    return Plan(
+    plan = Plan(
         asks,
         faults,
         workers=rng.randint(2, 3),
@@ -35,6 +39,12 @@ def draw(seed: int) -> Plan:
         bad_messages=rng.choice((0, 0, 0, 5)),
         first_version=rng.choice(("1", "1", "2")),
     )
+    if rng.random() < 0.3:
+        faults.fulls = [
+            (rng.random() * rng.choice((0.05, 3.0, 15.0)), rng.choice((0.5, 5.0, 60.0)), rng.choice(QUEUES))
+            for _ in range(rng.randint(1, 4))
+        ]
+    return plan
 
 
 def _draw_faults(rng: random.Random, *, span: int) -> Faults:
@@ -70,6 +80,13 @@ def _draw_ask(rng: random.Random, number: int) -> Ask:
         cancel_after=rng.random() * rng.choice((0.05, 0.5, 5.0)) if rng.random() < 0.15 else None,
         repeats=rng.randint(1, 2) if rng.random() < 0.2 else 0,
     )
+
+
+def crowded() -> Plan:
+    """The same with queues that are full from the start: the peers', then the client's."""
+    fulls = [(0.3, 8.0, flows.PEER), (0.3, 4.0, flows.QUIET), (0.3, 40.0, "client")]
+    asks = [Ask(0, "plain", 5, 0.1), Ask(1, "branches", 5, 0.5), Ask(2, "plain", 6, 0.5)]  # the first makes the queue
+    return Plan(asks, Faults(fulls=fulls, restart_s=2.0))
 
 
 def calm() -> Plan:

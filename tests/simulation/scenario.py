@@ -87,6 +87,8 @@ class Faults:
     store_doubt: float = 0.0
     """How many transactions in one fail, half of them after their commit."""
     repeats: float = 0.0
+    fulls: list[tuple[float, float, str]] = field(default_factory=list)
+    """When a queue takes nothing, for how long, and which one: a name, or `client` for the client's reply queue."""
     restart_s: float = 5.0
 
 
@@ -235,6 +237,8 @@ class Scene:
             world.later(at, lambda seconds=seconds: self._lose_store(seconds))  # type: ignore[misc]
         for at, seconds in faults.clock_jumps:
             world.later(at, lambda seconds=seconds: self._jump(seconds))  # type: ignore[misc]
+        for at, seconds, queue in faults.fulls:
+            world.later(at, lambda seconds=seconds, queue=queue: self._fill(queue, seconds))  # type: ignore[misc]
         for number, at in enumerate(faults.deploys):
             world.later(at, lambda number=number: self._deploy(f"worker{number}"))  # type: ignore[misc]
 
@@ -251,6 +255,22 @@ class Scene:
 
     def _find_store(self) -> None:
         self.is_store_away = False
+
+    def _fill(self, queue: str, seconds: float) -> None:
+        names = [
+            name
+            for name in self.server.queues
+            if name == queue or (queue == "client" and name.startswith("coatcheck.private."))
+        ]
+        for name in names:
+            self.world.note(name, f"IS FULL for {seconds:.2f} s")
+            self.server.limit(name, 0)
+            self.world.later(seconds, lambda name=name: self._empty(name))  # type: ignore[misc]
+
+    def _empty(self, name: str) -> None:
+        if name in self.server.queues:
+            self.world.note(name, "has room again")
+            self.server.limit(name, None)
 
     def _jump(self, seconds: float) -> None:
         self.world.note("store", f"has its clock set by {seconds:.2f} s")
@@ -412,6 +432,7 @@ class NoMetrics:
 _metrics = NoMetrics()
 SURPRISES = {
     "delivery_surprised",
+    "delivery_not_requeued",
     "sweep_surprised",
     "gate_not_heard",
     "on_delivery_failed",

@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import warnings
+from typing import NotRequired, TypedDict
 
 import pytest
+import structlog
 
 from coatcheck.broker.port import Message, Outgoing
 from coatcheck.errors import UsageError
@@ -346,3 +348,41 @@ def test_stage_on_a_loop_of_plain_asyncio(factory):
     make = asyncio.new_event_loop if factory == "asyncio" else pytest.importorskip("uvloop").new_event_loop
     with asyncio.Runner(loop_factory=make) as runner:
         assert runner.run(play()) == 9
+
+
+# --- bodies ---
+
+
+class Order(TypedDict):
+    item: str
+    count: NotRequired[int]
+
+
+async def test_a_senders_typo_is_logged_once_and_changes_nothing(coatcheck: Stage):
+    shop = App("typo-shop")
+
+    @shop.task
+    async def order(ctx: Context, order: Order) -> dict:
+        return dict(order)
+
+    with structlog.testing.capture_logs() as lines:
+        await coatcheck.run(shop)
+        tickets = [await coatcheck.submit("typo-shop", {"item": "hat", "coutn": 3}) for _ in range(3)]
+
+        assert [await ticket.result() for ticket in tickets] == [{"item": "hat"}] * 3
+
+    told = [line for line in lines if line["event"] == "body_field_not_read"]
+    assert [(line["handler"], line["field"], line["did_you_mean"]) for line in told] == [("order", "coutn", "count")]
+
+
+async def test_an_object_and_the_value_itself_are_the_same_to_one_plain_parameter(coatcheck: Stage):
+    echo = App("echo")
+
+    @echo.task
+    async def research(ctx: Context, topic: str) -> str:
+        return topic
+
+    await coatcheck.run(echo)
+
+    assert await (await coatcheck.submit("echo", "hats")).result() == "hats"
+    assert await (await coatcheck.submit("echo", {"topic": "hats"})).result() == "hats"

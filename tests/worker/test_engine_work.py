@@ -215,7 +215,7 @@ async def hang() -> None:
 
 
 def key_sent_with(call: NewCall) -> object:
-    peer = peer_of_new(call, task_id=TaskId(UUID(int=7)), service="svc", traceparent=None)
+    peer = peer_of_new(call, datetime.now(UTC), task_id=TaskId(UUID(int=7)), service="svc", traceparent=None)
     return call_message(peer).message.headers["cc-key"]
 
 
@@ -661,6 +661,27 @@ async def test_deadlock_in_user_code_is_reported_with_its_lines(monkeypatch):
 
     assert desk.log.events() == ["handler_waits_for_nothing"]
     assert "await lock.acquire()" in desk.log.lines[0][2]["lines"][0]
+
+
+async def test_line_that_keeps_a_run_in_ram_for_long_is_named(monkeypatch):
+    monkeypatch.setattr("coatcheck.worker.run.HELD_LONG_S", 0.01)
+
+    async def handler(ctx):
+        call = asyncio.create_task(ctx.call("a"))
+        await asyncio.get_running_loop().create_future()  # nothing of ours will ever complete it
+        await call
+
+    desk = Desk(handler)
+    running = asyncio.create_task(desk.once())
+    while not desk.log.lines:
+        await asyncio.sleep(0.001)
+    desk.run.abandon()
+    await running
+
+    assert desk.log.events() == ["run_held_in_ram"]
+    (line,) = desk.log.lines[0][2]["lines"]
+    assert "test_engine_work.py:" in line
+    assert "create_future()  # nothing of ours" in line
 
 
 async def test_spinning_branch_does_not_starve_the_others():

@@ -124,31 +124,41 @@ async def test_client_that_hangs_up_early_harms_nobody(server):
 
 
 async def test_slow_client_is_dropped_after_the_time_limit(server, monkeypatch):
-    monkeypatch.setattr(health, "REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(health, "HEAD_TIMEOUT_S", 0.05)
 
     assert await send(server, b"GET /livez HT") == b""
     assert (await get(server, "/livez"))[0] == 200
 
 
-async def test_connections_are_limited(server, monkeypatch):
-    monkeypatch.setattr(health, "MAX_CONNECTIONS", 1)
-    _, idle = await asyncio.open_connection("127.0.0.1", server.port)
-    idle.write(b"GET ")
-    await idle.drain()
+@pytest.mark.parametrize("said", [b"", b"GET "])
+async def test_silent_connections_give_way_to_a_probe_and_to_each_other(server, said):
+    silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3 * health.MAX_CONNECTIONS)]
+    for _, writer in silent:
+        with contextlib.suppress(ConnectionError):
+            writer.write(said)
+            await writer.drain()
 
-    assert await answered(server) is False
-    idle.close()
-    await idle.wait_closed()
-    async with asyncio.timeout(5):
-        while not await answered(server):
-            await asyncio.sleep(0.01)
+    statuses = [(await get(server, path))[0] for path in ("/livez", "/readyz", "/metrics") for _ in range(30)]
+
+    assert set(statuses) == {200}
+    assert len(server._open) <= health.MAX_CONNECTIONS
+    for _, writer in silent:
+        writer.transport.abort()
 
 
-async def answered(server: HealthServer) -> bool:
-    try:
-        return bool(await send(server, b"GET /livez HTTP/1.1\r\n\r\n"))
-    except ConnectionError:
-        return False
+async def test_clients_that_do_not_read_their_answer_give_way_too(server, process, monkeypatch):
+    monkeypatch.setattr(health, "MAX_CONNECTIONS", 3)
+    Counter("long", "x" * 8_000_000, registry=process.registry)
+    deaf = []
+    for _ in range(health.MAX_CONNECTIONS):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1)
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        await reader.readexactly(1)
+        deaf.append(writer)
+
+    assert (await get(server, "/livez"))[0] == 200
+    for writer in deaf:
+        writer.transport.abort()
 
 
 async def test_stop_drops_open_connections_at_once(process):

@@ -11,6 +11,7 @@ from structlog.contextvars import bind_contextvars, merge_contextvars
 from structlog.testing import LogCapture
 
 from coatcheck.broker.port import Delivery, Message
+from coatcheck.log import lost_lines
 from coatcheck.worker.hops import Hops
 
 
@@ -65,6 +66,52 @@ async def test_surprise_goes_back_to_its_queue_and_is_told_with_the_ids_of_its_t
 
     assert letter.requeue_count == 1
     assert [(line["event"], line["task_id"]) for line in capture.entries] == [("delivery_surprised", "t-1")]
+
+
+async def test_surprise_in_dealing_with_a_surprise_ends_there() -> None:
+    class Stubborn(Letter):
+        def requeue(self) -> None:
+            super().requeue()
+            raise RuntimeError("it does not go back")
+
+    hops, letter, capture = make_hops(), Stubborn(), LogCapture()
+
+    async def work(_: Delivery) -> None:
+        raise RuntimeError("a bug of ours")
+
+    known = structlog.get_config()
+    structlog.configure(processors=[capture])
+    try:
+        hops.take(work, letter)
+        await drained(hops)
+        await asyncio.sleep(0)
+    finally:
+        structlog.configure(**known)
+
+    assert not hops
+    assert letter.requeue_count == 1
+    assert [line["event"] for line in capture.entries] == ["delivery_surprised", "delivery_not_requeued"]
+
+
+async def test_log_that_fails_keeps_no_delivery_from_its_queue() -> None:
+    hops, letter, before = make_hops(), Letter(), lost_lines.count
+
+    async def work(_: Delivery) -> None:
+        raise RuntimeError("a bug of ours")
+
+    def fail(*_: Any) -> Any:
+        raise BrokenPipeError
+
+    known = structlog.get_config()
+    structlog.configure(processors=[fail])
+    try:
+        hops.take(work, letter)
+        await drained(hops)
+    finally:
+        structlog.configure(**known)
+
+    assert letter.requeue_count == 1
+    assert lost_lines.count == before + 1
 
 
 async def test_end_of_the_replica_cuts_deliveries_short_and_waits_for_their_cleanup() -> None:

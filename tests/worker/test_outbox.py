@@ -1,13 +1,18 @@
-"""What leaves the worker: many callers share a batch, and each hears of its own messages."""
+"""What leaves the worker: each caller hears of its own messages, and each message has a fate of its own."""
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
 
 from coatcheck.broker import Message, Outgoing, Routing, connect
+from coatcheck.broker.memory import MemoryBroker
 from coatcheck.errors import BrokerUnavailable, OversizedMessage
+from coatcheck.worker import destinations
+from coatcheck.worker import outbox as outbox_module
 from coatcheck.worker.metrics import Metrics
-from coatcheck.worker.outbox import MOST_IN_BATCH, Outbox
+from coatcheck.worker.outbox import MOST_BYTES, MOST_IN_BATCH, Outbox
 
 
 class Recording:
@@ -34,44 +39,42 @@ def messages(*names: str) -> list[Outgoing]:
     return [Outgoing(name, Message(b"1")) for name in names]
 
 
-async def test_what_comes_while_a_batch_is_in_flight_shares_the_next():
-    broker = Recording()
+async def test_whoever_waits_for_one_message_holds_nobody_else_up():
+    class Slow(Recording):
+        async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
+            return await super().publish(batch) if batch[0].to == "slow" else [Routing.ROUTED] * len(batch)
+
+    broker = Slow()
     outbox = outbox_of(broker)
 
-    first = asyncio.ensure_future(outbox.publish(messages("a")))
-    await asyncio.sleep(0.01)
-    others = [asyncio.ensure_future(outbox.publish(messages("a", "nowhere"))) for _ in range(3)]
-    await asyncio.sleep(0.01)
+    slow = asyncio.ensure_future(outbox.publish(messages("slow")))
+    await asyncio.sleep(0)
+
+    assert await outbox.publish(messages("a", "b")) == [Routing.ROUTED] * 2
+    assert not slow.done()
     broker.may_go.set()
-
-    assert await first == [Routing.ROUTED]
-    assert await asyncio.gather(*others) == [[Routing.ROUTED, Routing.NO_ROUTE]] * 3
-    assert broker.batches == [1, 6]
+    assert await slow == [Routing.ROUTED]
 
 
-async def test_an_outage_is_told_to_everyone_in_the_batch_and_to_nobody_else():
+async def test_an_outage_is_told_to_whom_it_hit_and_to_nobody_else():
     broker = Recording(fails_at=1)
     outbox = outbox_of(broker)
     broker.may_go.set()
 
-    lost = await asyncio.gather(*(outbox.publish(messages("a", "b")) for _ in range(2)), return_exceptions=True)
+    with pytest.raises(BrokerUnavailable):
+        await outbox.publish(messages("a", "b"))
 
-    assert [type(each) for each in lost] == [BrokerUnavailable, BrokerUnavailable]
     assert await outbox.publish(messages("a")) == [Routing.ROUTED]
 
 
-async def test_what_was_confirmed_before_an_outage_is_not_told_of_it():
-    """A batch of two portions: whose messages were all in the first is done, and need not be published again."""
+async def test_once_the_broker_is_away_the_rest_of_a_large_parcel_is_not_tried():
     broker = Recording(fails_at=2)
-    outbox = outbox_of(broker)
     broker.may_go.set()
 
-    large = [*messages("a") * (MOST_IN_BATCH - 1), *messages("b") * (MOST_IN_BATCH + 1)]
-    done, lost = await asyncio.gather(outbox.publish(messages("a")), outbox.publish(large), return_exceptions=True)
+    with pytest.raises(BrokerUnavailable):
+        await outbox_of(broker).publish(messages("a") * (3 * MOST_IN_BATCH))
 
-    assert done == [Routing.ROUTED]
-    assert isinstance(lost, BrokerUnavailable)
-    assert broker.batches == [MOST_IN_BATCH, MOST_IN_BATCH]  # the rest is not tried
+    assert broker.batches == [MOST_IN_BATCH, MOST_IN_BATCH]
 
 
 async def test_an_outage_is_told_before_a_message_that_is_refused():
@@ -139,3 +142,151 @@ async def test_nothing_to_publish_asks_nobody():
 
     assert await outbox_of(broker).publish([]) == []
     assert broker.batches == []
+
+
+async def test_a_parcel_of_large_messages_leaves_in_portions_of_so_many_bytes():
+    broker = Recording()
+    broker.may_go.set()
+    large = Outgoing("a", Message(b"x" * (MOST_BYTES // 4)))
+
+    await outbox_of(broker).publish([large] * 10)
+
+    assert broker.batches == [4, 4, 2]
+
+
+# --- queues that refuse ---
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[MemoryBroker]:
+    """A broker with the queues of `research` and `full`; the queue `full` takes one message."""
+    async with connect(f"memory://{uuid.uuid4().hex}") as made:
+        assert isinstance(made, MemoryBroker)
+        for service in ("research", "full"):
+            await made.declare_service(service)
+        made.server.limit("full", 1)
+        yield made
+
+
+async def refuse(outbox: Outbox) -> None:
+    assert await outbox.publish(messages("full", "full")) == [Routing.ROUTED, Routing.REFUSED]
+
+
+async def test_a_queue_that_refuses_is_left_alone_for_a_while_and_the_others_are_not(broker: MemoryBroker):
+    outbox = outbox_of(broker)
+    await refuse(outbox)
+
+    await broker.purge("full")
+    routings = await outbox.publish(messages("research", "full", "research", "full"))
+
+    assert routings == [Routing.ROUTED, Routing.REFUSED, Routing.ROUTED, Routing.REFUSED]
+    assert broker.stats.refused_count == 1  # the others were not even sent
+    assert await broker.depth("full") == 0
+
+
+async def test_one_message_tries_a_queue_and_the_rest_follows_once_it_is_taken(
+    broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(destinations, "SHORTEST_PAUSE_S", 0.0)
+    outbox = outbox_of(broker)
+    await refuse(outbox)
+
+    still_full = await outbox.publish(messages(*["full"] * 5))
+    tried_count = broker.stats.refused_count
+    broker.server.limit("full", None)
+    taken = await outbox.publish(messages(*["full"] * 5))
+
+    assert still_full == [Routing.REFUSED] * 5
+    assert tried_count == 2
+    assert taken == [Routing.ROUTED] * 5
+
+
+async def test_pauses_grow_up_to_a_limit_and_only_one_message_is_on_its_way(monkeypatch: pytest.MonkeyPatch):
+    now_s = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    known = destinations.Destinations(Metrics())
+    known.note("full", Routing.REFUSED, "full")
+
+    pauses = []
+    for _ in range(12):
+        begun_s = now_s[0]
+        while not known.may_try("full"):
+            now_s[0] += 0.01
+        assert not known.may_try("full")
+        known.note("full", Routing.REFUSED, "full")
+        known.end_try("full")
+        pauses.append(now_s[0] - begun_s)
+
+    assert pauses[0] < 0.3
+    assert pauses[5] > pauses[2] > pauses[0]
+    assert destinations.LONGEST_PAUSE_S / 2 <= pauses[-1] <= destinations.LONGEST_PAUSE_S + 0.1
+
+
+async def test_a_try_that_ends_with_an_outage_leaves_the_queue_to_be_tried_again(
+    broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(destinations, "SHORTEST_PAUSE_S", 0.0)
+    outbox = outbox_of(broker)
+    await refuse(outbox)
+    await broker.stop()
+
+    with pytest.raises(BrokerUnavailable):
+        await outbox.publish(messages("full"))
+    await broker.start()
+    broker.server.limit("full", None)
+
+    assert await outbox.publish(messages("full")) == [Routing.ROUTED]
+
+
+async def test_queues_that_refuse_are_counted_by_peer_and_reply_queues_together(broker: MemoryBroker):
+    metrics = Metrics()
+    outbox = Outbox(broker, metrics=metrics)
+    for queue in ("full", "research", "research.replies"):
+        broker.server.limit(queue, 0)
+
+    await outbox.publish(messages("full", "full"), is_named=True)
+    await outbox.publish(messages("research", "research.replies"))
+
+    def value(name: str, label: str) -> float | None:
+        return metrics.registry.get_sample_value(f"coatcheck_{name}", {"destination": label})
+
+    assert (value("messages_refused_total", "full"), value("messages_refused_total", "replies")) == (2, 2)
+    assert (value("destinations_refusing", "full"), value("destinations_refusing", "replies")) == (1, 2)
+    assert value("destinations_refusing", "research") is None
+
+
+async def test_what_nobody_sends_to_any_more_is_forgotten(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(destinations, "FORGOTTEN_AFTER_S", -1.0)
+    metrics = Metrics()
+    outbox = Outbox(broker, metrics=metrics)
+    await refuse(outbox)
+
+    await outbox.publish(messages("research"))
+
+    assert metrics.registry.get_sample_value("coatcheck_destinations_refusing", {"destination": "replies"}) == 0
+
+
+async def test_an_answer_that_no_row_remembers_is_tried_a_few_times_and_then_dropped(
+    broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(outbox_module, "FIRST_PAUSE_S", 0.001)
+    metrics = Metrics()
+    outbox = Outbox(broker, metrics=metrics)
+    await refuse(outbox)
+
+    await outbox.tell(messages("full", "research"))
+
+    assert metrics.registry.get_sample_value("coatcheck_answers_dropped_total") == 1
+    assert await broker.depth("research") == 1
+
+
+async def test_only_so_many_wait_for_a_queue_that_no_row_remembers(broker: MemoryBroker):
+    outbox = Outbox(broker, metrics=Metrics(), patience=2)
+    await refuse(outbox)
+
+    waiting = [asyncio.ensure_future(outbox.tell(messages("full"))) for _ in range(5)]
+    done, pending = await asyncio.wait(waiting, timeout=0.2)
+
+    assert (len(done), len(pending)) == (3, 2)
+    for each in pending:
+        each.cancel()

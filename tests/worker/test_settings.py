@@ -18,6 +18,7 @@ from coatcheck.worker.settings import (
     SettingsWarning,
     redacted,
 )
+from coatcheck.worker.shown import redacted_ends, redacted_start
 
 
 def load(environ=None, **overrides):
@@ -60,6 +61,39 @@ def test_requests_in_hand_follow_concurrency_unless_set():
 
 def test_processes_may_be_left_to_the_machine():
     assert [load(processes=it).processes for it in ("auto", " Auto ", 0, "3")] == [0, 0, 0, 3]
+
+
+def test_address_may_be_in_a_file(tmp_path):
+    file = tmp_path / "broker"
+    file.write_text("amqp://me:hush@example.net/\n")
+
+    assert load({"COATCHECK_BROKER": f"@{file}"}).broker == "amqp://me:hush@example.net/"
+    assert load(broker=f" @{file}").broker == "amqp://me:hush@example.net/"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "the file cannot be read: No such file"),
+        (b"\xff\xfe", "the file cannot be read: it is no text"),
+        (b"hush", "the file must have a URL that begins with amqp://"),
+        (b"", "the file must have a URL"),
+        (b"amqp://me:hush@example.net/\namqp://you:hush@example.net/", "one line, with a URL and nothing else"),
+        (b"amqp://" + b"hush" * 5000, "one line, with a URL and nothing else"),
+        (b"@/etc/hush", "the file must have a URL"),
+    ],
+)
+def test_file_without_an_address_is_named_and_not_quoted(tmp_path, content, text):
+    file = tmp_path / "broker"
+    if content is not None:
+        file.write_bytes(content)
+
+    with pytest.raises(InvalidSettings) as caught:
+        load({"COATCHECK_BROKER": f"@{file}"})
+
+    assert f"COATCHECK_BROKER=@{file}: " in str(caught.value)
+    assert text in str(caught.value)
+    assert "hush" not in str(caught.value)
 
 
 def test_every_field_has_one_described_variable():
@@ -184,6 +218,11 @@ def test_variables_of_others_are_left_alone(variable):
         ("postgresql://u:hunter2@h1:1,h2:2/db", "postgresql://u:***@h1:1,h2:2/db"),
         ("cannot reach amqp://u:hunter2@h/ now, mail a@b.c", "cannot reach amqp://u:***@h/ now, mail a@b.c"),
         ("host=h user=u password=hunter2 dbname=d", "host=h user=u password=*** dbname=d"),
+        ("host=h password='hunter2 of mine' dbname=d", "host=h password=*** dbname=d"),
+        ('host=h password="hunter2" dbname=d', "host=h password=*** dbname=d"),
+        (r"password='it\'s hunter2' dbname=d", "password=*** dbname=d"),
+        ("password='hunter2, and no end", "password=***"),
+        ("GET /?access_token=hunter2&client_secret=hunter2&x=1", "GET /?access_token=***&client_secret=***&x=1"),
         ("nothing secret", "nothing secret"),
     ],
 )
@@ -194,6 +233,20 @@ def test_redacted(text, expected):
 @given(st.text(st.characters(exclude_categories=["Z", "C"]), min_size=8).map(lambda text: f"\u00df{text}\u00df"))
 def test_redacted_never_shows_a_password_without_blanks(password):
     assert password not in redacted(f"amqp://user:{password}@host:5672/")
+
+
+@given(st.integers(1, 60), st.sampled_from(["amqp://user:hunter2hunter2@host/", "x password=hunter2hunter2 y"]))
+def test_password_that_a_cut_divides_stays_hidden(limit, secret):
+    text = f"cannot reach {secret} now"
+
+    assert "hunter" not in redacted_start(text, limit)
+    assert "unter2" not in redacted_ends(text, limit)
+
+
+def test_address_of_many_parts_is_hidden_to_its_last_sign():
+    text = f"http://docs/,amqp://u:{'p:/@' * 5000}secret@host then amqp://h:5672/ and a@b"
+
+    assert redacted(text) == "http://docs/,amqp://u:***@host then amqp://h:5672/ and a@b"
 
 
 def test_printed_settings_hold_no_password():

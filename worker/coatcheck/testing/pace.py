@@ -21,12 +21,14 @@ from coatcheck.errors import UsageError
 from coatcheck.store.memory import MemoryStore, Tables
 from coatcheck.store.memory.sweeps import next_look
 from coatcheck.testing.errors import Stuck
+from coatcheck.testing.stuck import explain_held
 from coatcheck.testing.timing import Time, Timer
 from coatcheck.worker import classify
 from coatcheck.worker.leases import Leases
 from coatcheck.worker.live import Live
 from coatcheck.worker.run import Run
-from coatcheck.worker.sweeper import Sweeper
+from coatcheck.worker.settings import Settings
+from coatcheck.worker.sweeper import Sweeper, retention_of
 
 if TYPE_CHECKING:
     from coatcheck.testing.replicas import Replica
@@ -56,6 +58,8 @@ class Pace:
         self._time = time
         self._tables = tables
         self._replicas = replicas
+        self._told: set[Any] = set()
+        """What the runs waited for that the test was told of; it is not waited for, nor told, again."""
 
     # --- coming to rest ---
 
@@ -96,11 +100,19 @@ class Pace:
     async def _wait_outside(self) -> bool:
         """Wait, really, if what keeps a replica busy is neither on the stage nor in the hands of the test.
 
-        False: there is no such thing, or it does not come.
+        False: there is no such thing, or it does not come. Raises Stuck the first time that a run is not let go.
         """
-        runs = [live.run for live in self.lives() if live.run is not None]
-        is_outside = self.is_busy and (not runs or any(map(waits_outside, runs)))
-        return is_outside and await self._time.until_stirred(OUTSIDE_S)
+        lives = [live for live in self.lives() if live.run is not None]
+        held = [live for live in lives if live.run is not None and waits_outside(live.run)]
+        futures = {driver.waits_on for live in held if live.run is not None for driver in live.run.tracker.live}
+        if not self.is_busy or (lives and not held) or (held and futures <= self._told):
+            return False
+        if await self._time.until_stirred(OUTSIDE_S):
+            return True
+        if held:
+            self._told = futures
+            raise Stuck(explain_held(held, OUTSIDE_S))
+        return False
 
     def lives(self) -> list[Live]:
         """The runs alive on the stage."""
@@ -115,7 +127,8 @@ class Pace:
         await self.rest()
         await self._move(to_s, until=until)
         await self.rest()
-        while not until() and await MemoryStore(self._tables).retire(limit=RETIRE_LIMIT) == RETIRE_LIMIT:
+        keep = retention_of(Settings() if self.sweeper is None else self.sweeper.settings)
+        while not until() and await MemoryStore(self._tables).retire(limit=RETIRE_LIMIT, keep=keep) == RETIRE_LIMIT:
             pass
 
     async def skip(self) -> bool:

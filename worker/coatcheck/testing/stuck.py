@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from coatcheck.worker.live import Live
 if TYPE_CHECKING:
     from coatcheck.testing.scene import Scene
 
-__all__ = ["explain"]
+__all__ = ["explain", "explain_held"]
 
 _UNITS = (("days", timedelta(days=1)), ("hours", timedelta(hours=1)), ("minutes", timedelta(minutes=1)))
 
@@ -80,10 +81,26 @@ def _problem(row: TaskRow) -> str:
 def _in_ram(name: str, live: Live) -> str:
     if live.run is None:
         return f"{name} has no result: its replica has not begun to run it"
-    lines = [f"step {key!r} is under way" for key in live.run.steps_in_flight]
-    lines += [classify.lines_of(driver) for driver in live.run.tracker.live]
-    places = "".join(f"\n  - {line}" for line in lines)
     return (
         f"{name} has no result: its run is kept in RAM by something that neither the stage nor time can end, "
-        f"or by a sleep of its own that is longer than a few minutes (`await stage.advance(...)`):{places}"
+        f"or by a sleep of its own that is longer than a few minutes (`await stage.advance(...)`):{_places(live)}"
     )
+
+
+def explain_held(lives: Sequence[Live], waited_s: float) -> str:
+    """Say which lines keep runs in RAM, and what to write instead."""
+    held = "\n".join(f"task {str(live.task_id)[:8]} stands at{_places(live)}" for live in lives)
+    return (
+        f"a run cannot be parked: for {waited_s:g} s it has waited for something that is neither durable nor a sleep\n"
+        f"{held}\n"
+        "Await durable work directly, or with asyncio.gather or asyncio.TaskGroup: a task group of another library "
+        "hides what it waits for. What talks to the outside belongs in a step: `await ctx.step(...)`"
+    )
+
+
+def _places(live: Live) -> str:
+    if live.run is None:
+        return ""
+    lines = [f"step {key!r} is under way" for key in live.run.steps_in_flight]
+    lines += [classify.lines_of(driver) for driver in live.run.tracker.live]
+    return "".join(f"\n  - {line}" for line in lines)

@@ -22,7 +22,9 @@ from coatcheck.worker.timers import Timers
 
 _WRAPPED = ("call_at", "call_later", "call_soon", "call_soon_threadsafe", "run_in_executor", "time")
 _SLEEP: object = getattr(asyncio.futures, "_set_result_unless_cancelled", None)
-_BACKGROUND = frozenset({"Leases.run", "Marks.run"})
+REPORTS = frozenset({"deadlock", "held_long"})
+"""Timers of a run that only say something: nobody waits for them."""
+_BACKGROUND = frozenset({"Leases.run", "Marks.run", "SweeperWatch.run"})
 """Loops of a worker that look after things now and then: they are in no hurry when time is skipped."""
 
 
@@ -110,7 +112,7 @@ class Timer(asyncio.TimerHandle):
         self._stage_loop = loop
         self._stage_context = context
         self._part = part
-        is_of_run = isinstance(getattr(callback, "__self__", None), Timers) and args[0] != "deadlock"
+        is_of_run = isinstance(getattr(callback, "__self__", None), Timers) and args[0] not in REPORTS
         self.is_sleep = callback is _SLEEP or is_of_run
         """Whether somebody sits in `asyncio.sleep` and nothing else wakes it, or a run is about to look again."""
         self.is_lazy = part.is_lazy or _is_background(loop)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, overload
 
 from coatcheck.broker.topology import Names
 from coatcheck.errors import UsageError
@@ -14,7 +14,11 @@ from coatcheck.worker.callers import Identify
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.settings import Settings
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from coatcheck.worker.context import Context
+
+# A type checker flags a plain `def`, and a function that does not take the context first.
+Function = TypeVar("Function", bound="Callable[Concatenate[Context, ...], Coroutine[Any, Any, Any]]")
 
 ONCE = Retry(attempts=1)
 
@@ -115,7 +119,7 @@ class App:
         """Say why a request found no handler, and what would help."""
         known = ", ".join(sorted(self._handlers)) or "none at all"
         if name is None:
-            fix = "set the message's type, or mark one default=True"
+            fix = "name one (`--task`, `task=`, the message's type), or declare one with default=True"
             return f"{self.service} has no default handler (it has: {known}); {fix}"
         near = difflib.get_close_matches(name, self._handlers, n=1)
         fix = f"did you mean {near[0]!r}?" if near else "deploy code that has it, or cancel the task"

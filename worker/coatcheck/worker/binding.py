@@ -1,6 +1,7 @@
 """From a message body to a handler's arguments.
 
-One parameter after the context takes the whole body; several are bound by name from an object; none takes no body.
+One parameter after the context takes the whole body, or is bound by name from an object if its type takes no object;
+several are bound by name; none takes no body.
 What an annotation means is worked out once, at decoration, where a mistake is the programmer's and raises UsageError
 with file, line and fix. A body that does not fit is the requester's and raises InvalidArguments, whose text says what
 was expected and which type came: never the value, for that text is sent back and logged.
@@ -24,9 +25,13 @@ from uuid import UUID
 
 import msgspec
 from msgspec import ValidationError
+from msgspec import inspect as inspected
 
+from coatcheck.decoding import Refused, check_msgpack
 from coatcheck.errors import InvalidArguments, UsageError
 from coatcheck.store import blobs
+from coatcheck.worker.members import FEWEST_BYTES, all_of_json, check_members, chosen_members
+from coatcheck.worker.unread import Unread, Watch, nodes, watch_for
 
 __all__ = ["Binding", "Body", "Handler", "Parameter"]
 
@@ -36,6 +41,15 @@ Bound = tuple[tuple[Any, ...], dict[str, Any]]
 _SUPPORTED = "builtins, dataclasses, msgspec structs, TypedDicts, enums, datetimes, UUID, Decimal or pydantic models"
 # A first parameter of one of these types is data: the context was forgotten.
 _DATA_TYPES = (str, int, float, bool, bytes, dict, list, tuple, set, datetime, date, Decimal, UUID)
+# No body that is an object fits one of these.
+_NEVER_OBJECTS = (
+    *(inspected.StrType, inspected.IntType, inspected.FloatType, inspected.BoolType, inspected.NoneType),
+    *(inspected.BytesType, inspected.ByteArrayType, inspected.MemoryViewType),
+    *(inspected.DecimalType, inspected.UUIDType),
+    *(inspected.DateTimeType, inspected.DateType, inspected.TimeType, inspected.TimeDeltaType),
+    *(inspected.EnumType, inspected.LiteralType, inspected.ListType, inspected.SetType, inspected.FrozenSetType),
+    *(inspected.TupleType, inspected.VarTupleType, inspected.CollectionType, inspected.NamedTupleType),
+)
 _MOST_NAMES = 8
 _LONGEST_NAME = 60
 
@@ -75,6 +89,7 @@ class Binding:
     parameters: tuple[Parameter, ...]
     location: str
     _shape: _Nothing | _Whole | _ByName
+    _watch: Watch | None
 
     @classmethod
     def of(cls, function: Handler, *, name: str | None = None) -> Self:
@@ -92,9 +107,10 @@ class Binding:
         parameters, extra = _parameters(signature[1:], hints)
         try:
             shape = _shape_of(parameters, extra, context=signature[0])
+            watch = None if isinstance(shape, _Nothing) else watch_for(shape.reader.type)
         except (TypeError, NameError) as error:
             raise UsageError(f"{location}: {name}: {error}; a parameter takes {_SUPPORTED}") from error
-        return cls(name=name, function=function, parameters=parameters, location=location, _shape=shape)
+        return cls(name=name, function=function, parameters=parameters, location=location, _shape=shape, _watch=watch)
 
     def bind(self, body: Body) -> Bound:
         """Return the positional and keyword arguments that follow the context. Raises InvalidArguments."""
@@ -103,42 +119,59 @@ class Binding:
                 return self._shape.bind(body)
             except ValidationError as error:
                 complaint = self._shape.explain(body, str(error))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            reason = str(error) if isinstance(error, msgspec.DecodeError) else type(error).__name__
+        except (msgspec.DecodeError, Refused, UnicodeDecodeError, RecursionError) as error:
+            reason = str(error) if isinstance(error, msgspec.DecodeError | Refused) else type(error).__name__
             complaint = f"the body cannot be read as {body.content_type}: {reason}"
         # Raised out here, because msgspec's own text may quote the value and would come along as the context.
         raise InvalidArguments(f"{self.name}: {complaint}")
+
+    def find_unread(self, body: Body) -> list[Unread]:
+        """The fields that were sent and no parameter reads, each told once. Call it after `bind`."""
+        return [] if self._watch is None else self._watch.look(body)
 
     def check_result(self, value: Any) -> None:
         """Raise UsageError, with the path of the culprit, if `value` cannot be sent. Slow: for when encoding failed."""
         found = _find_unencodable(value, path="$")
         if found is not None:
             path, reason = found
-            raise UsageError(f"{self.location}: {self.name}: the result cannot be encoded at {path}: {reason}")
+            error = UsageError(f"{self.name}: the result cannot be encoded at {path}: {reason}")
+            error.add_note(f"{self.name} is defined at {self.location}")  # not in the text: that is sent
+            raise error
 
 
 class _Reader:
     """A type with the decoders that read it, made once."""
 
-    __slots__ = ("_json", "_msgpack", "type")
+    __slots__ = ("_has_other_keys", "_json", "_members", "_msgpack", "type")
 
     def __init__(self, wanted: Any) -> None:
         self.type = wanted
         self._json: msgspec.json.Decoder[Any] = msgspec.json.Decoder(wanted, dec_hook=_build_foreign)
         self._msgpack: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(wanted, dec_hook=_build_foreign)
-        for custom in _custom_types(msgspec.inspect.type_info(wanted)):
+        parts = list(nodes(inspected.type_info(wanted)))
+        self._has_other_keys = any(
+            isinstance(each, inspected.DictType) and not isinstance(each.key_type, _TEXT_KEYS) for each in parts
+        )
+        self._members = chosen_members(wanted)
+        for custom in (each.cls for each in parts if isinstance(each, inspected.CustomType)):
             if not hasattr(custom, "model_validate"):
                 raise TypeError(f"a {custom.__module__}.{custom.__qualname__} cannot be read from a message")
 
     def read(self, body: Body) -> Any:
         if body.content_type == "json":
+            if self._members and len(body.raw) > FEWEST_BYTES:
+                check_members(all_of_json(body.raw), self._members, _build_foreign)
             return self._json.decode(body.raw)
-        if body.content_type == "msgpack":
+        if body.content_type == "msgpack" and not (self._has_other_keys or self._members):
+            check_msgpack(body.raw)  # the body of a row may have been let in by an older release
             return self._msgpack.decode(body.raw)
         return self.convert(body.decode())
 
     def convert(self, value: Any) -> Any:
-        return msgspec.convert(value, self.type, dec_hook=_build_foreign)
+        """Read a value of plain builtins. Keys are text in every format, so numbers among them are spelled out."""
+        if self._members:
+            check_members(value, self._members, _build_foreign)
+        return msgspec.convert(value, self.type, dec_hook=_build_foreign, str_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +189,15 @@ class _Nothing:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """One parameter: the body is the argument. No body, or a null that does not fit, means the default."""
+    """One parameter: the body is the argument. No body, or a null that does not fit, means the default.
+
+    Senders also write `{"topic": "x"}` for `topic: str`. Where the type takes no object, an object is bound by name.
+    """
 
     parameter: Parameter
     reader: _Reader
     is_bytes: bool  # bytes are handed over as they came, whatever the sender called them
+    by_name: _ByName | None  # for objects; None if the parameter itself may be one
 
     def bind(self, body: Body) -> Bound:
         if not body.raw:
@@ -170,8 +207,11 @@ class _Whole:
         try:
             return self._bound(self.reader.read(body))
         except ValidationError:
-            if not self.parameter.is_required and body.decode() is None:
+            value = body.decode()
+            if not self.parameter.is_required and value is None:
                 return (), {}
+            if self.by_name is not None and isinstance(value, dict):
+                return self.by_name.bind(body)
             raise
 
     def _bind_empty(self, body: Body) -> Bound:
@@ -187,12 +227,9 @@ class _Whole:
         return ((), {self.parameter.name: value}) if self.parameter.is_keyword_only else ((value,), {})
 
     def explain(self, body: Body, reason: str) -> str:
-        name = self.parameter.name
-        text = f"`{name}` {_plain(reason, self.parameter.type)}"
-        value = body.decode() if body.raw else None
-        if isinstance(value, dict) and name in value:
-            text += "; its only parameter takes the whole body, so send the value itself"
-        return text
+        if self.by_name is not None and body.raw and isinstance(body.decode(), dict):
+            return self.by_name.explain(body, reason)
+        return f"`{self.parameter.name}` {_plain(reason, self.parameter.type)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +302,20 @@ def _shape_of(
         return _Nothing()
     if extra is None and len(parameters) == 1:
         (only,) = parameters
-        return _Whole(only, reader=_reader_of(only), is_bytes=_without_none(only.type) is bytes)
+        reader, is_bytes = _reader_of(only), _without_none(only.type) is bytes
+        by_name = None if is_bytes or _takes_object(reader.type) else _by_name(parameters, None, context)
+        return _Whole(only, reader=reader, is_bytes=is_bytes, by_name=by_name)
+    return _by_name(parameters, extra, context)
+
+
+def _takes_object(wanted: Any) -> bool:
+    info = inspected.type_info(wanted)
+    info = info.type if isinstance(info, inspected.Metadata) else info
+    members = info.types if isinstance(info, inspected.UnionType) else (info,)
+    return not all(isinstance(each, _NEVER_OBJECTS) for each in members)
+
+
+def _by_name(parameters: tuple[Parameter, ...], extra: Any, context: inspect.Parameter) -> _ByName:
     for each in parameters:
         _reader_of(each)  # the struct's own complaint would not name the parameter
     fields = [_field_of(each) for each in parameters]
@@ -376,20 +426,7 @@ def _parameters(
     return tuple(named), extra
 
 
-def _custom_types(info: object, seen: set[int] | None = None) -> Iterator[type]:
-    """Walk msgspec's description of a type to the classes it leaves to us."""
-    seen = set() if seen is None else seen
-    if id(info) in seen:
-        return
-    seen.add(id(info))
-    if isinstance(info, msgspec.inspect.CustomType):
-        yield info.cls
-    elif isinstance(info, tuple):
-        for each in info:
-            yield from _custom_types(each, seen)
-    elif isinstance(info, msgspec.inspect.Type | msgspec.inspect.Field):
-        for name in info.__struct_fields__:
-            yield from _custom_types(getattr(info, name), seen)
+_TEXT_KEYS = (inspected.StrType, inspected.BytesType, inspected.AnyType)
 
 
 def _build_foreign(wanted: Any, value: Any) -> Any:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from uuid import UUID
 
-import structlog
-
 from coatcheck.broker.headers import KIND, TASK
 from coatcheck.broker.port import Delivery, Message
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_cancel, parse_control
 from coatcheck.errors import MalformedMessage
+from coatcheck.log import get_logger
 from coatcheck.store.rows import TaskId
 from coatcheck.worker.host import Superseded
 from coatcheck.worker.live import Live
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.store_host import StoreHost
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _POKE = "poke"
 
@@ -65,7 +64,11 @@ class Broadcasts:
 
     def _cancel(self, message: Message) -> None:
         order = parse_control(message, self._runtime.limits)
-        live = self._runtime.lives.find(TaskId(UUID(order.task))) if order.task else None
+        live = None
+        if order.task:
+            task_id = TaskId(UUID(order.task))
+            self._runtime.lives.note_cancelled(task_id)
+            live = self._runtime.lives.find(task_id)
         if live is None and order.correlation_id:
             live = self._runtime.lives.find_by_correlation(order.correlation_id)
         if live is not None and live.run is not None:

@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 import msgspec
-import structlog
 
 from coatcheck.broker.bodies import Limits
 from coatcheck.broker.port import Message
 from coatcheck.broker.wire import find_token
 from coatcheck.errors import MalformedMessage, TransientError, Unauthorized, UsageError
+from coatcheck.log import get_logger
 from coatcheck.store.rows import Caller
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 Identify: TypeAlias = Callable[[str | None], Caller | Awaitable[Caller | None] | None]
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import asyncio.tasks
+import gc
 import linecache
+import os
 import sys
-from collections.abc import Iterable, Iterator
+import sysconfig
+from collections.abc import AsyncIterator, Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
-from types import CodeType, FrameType
+from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any
 
+import coatcheck
 from coatcheck.worker.tracking import Driver, Durable, Joint, Tracked, is_work
 
 __all__ = ["Waiting", "bad_timeout", "caller_line", "classify", "joint_of", "lines_of", "sleep_of", "sole_wait_of"]
@@ -38,6 +42,17 @@ def _inner_code(code: CodeType | None, name: str) -> CodeType | None:
     """The code of a function defined inside another."""
     constants = () if code is None else code.co_consts
     return next((each for each in constants if isinstance(each, CodeType) and each.co_name == name), None)
+
+
+def _types_of_generator_steps() -> frozenset[type]:
+    async def generator() -> AsyncIterator[None]:
+        yield
+
+    probe: Any = generator()
+    steps = [probe.asend(None), probe.athrow(GeneratorExit), probe.aclose()]
+    for step in steps:
+        step.close()
+    return frozenset(map(type, steps))
 
 
 GATHERING: type | None = getattr(asyncio.tasks, "_GatheringFuture", None)
@@ -71,6 +86,8 @@ LOCKS = frozenset(
         ),
     )
 )
+GENERATOR_STEPS = _types_of_generator_steps()
+"""What is awaited by `async for`, and by `async with` of an `@asynccontextmanager`."""
 HAS_OWN_TIMER = WAIT_FOR is not None and "call_later" in WAIT_FOR.co_names
 """Before 3.12 `wait_for` had a timer of its own, which nothing records."""
 
@@ -141,6 +158,8 @@ def frames_of(driver: Driver) -> Iterator[FrameType]:
 def frames_in(awaited: Any) -> Iterator[FrameType]:
     """The frames a coroutine is suspended in, outermost first."""
     while awaited is not None:
+        if type(awaited) in GENERATOR_STEPS:
+            awaited = _generator_of(awaited)
         frame = (
             getattr(awaited, "cr_frame", None)
             or getattr(awaited, "gi_frame", None)
@@ -153,6 +172,11 @@ def frames_in(awaited: Any) -> Iterator[FrameType]:
             or getattr(awaited, "gi_yieldfrom", None)
             or getattr(awaited, "ag_await", None)
         )
+
+
+def _generator_of(step: Any) -> Any:
+    """The async generator that somebody awaits a step of. Python shows it to its garbage collector only."""
+    return next((each for each in gc.get_referents(step) if isinstance(each, AsyncGeneratorType)), None)
 
 
 def bad_timeout(driver: Driver) -> str | None:
@@ -238,26 +262,53 @@ def caller_line() -> str:
     """The line of user code that runs now, if it runs in a branch."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the one cheap way to the caller
     while frame is not None and frame.f_code is not _DRIVER:
-        if not frame.f_code.co_filename.startswith((_OURS, _ASYNCIO)):
+        if not frame.f_code.co_filename.startswith((*_OURS, _ASYNCIO)):
             return _line(frame)
         frame = frame.f_back
     return ""
 
 
+_LOOPS = frozenset({asyncio.Handle._run.__code__, asyncio.Runner.run.__code__})  # noqa: SLF001
+"""Where the loop begins, and whoever runs it: no user's code is called further out."""
 _DRIVER = Driver._advance.__code__  # noqa: SLF001 - where user code ends and the loop begins
-_OURS = str(Path(__file__).parent)
+_OURS = tuple(str(Path(each)) + os.sep for each in coatcheck.__path__)
+"""A namespace package: in a clone its parts lie in several directories."""
+_INSTALLED = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_STDLIB = sysconfig.get_path("stdlib")
 _ASYNCIO = str(Path(asyncio.__file__).parent)
+
+
+def line_of_user(frame: FrameType | None) -> str | None:
+    """The innermost line of users' code among these frames and their callers; None: only ours and libraries'."""
+    installed = None
+    while frame is not None and frame.f_code not in _LOOPS:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_OURS, *_INSTALLED, "<")):
+            return _line(frame)
+        if installed is None and not name.startswith((*_OURS, _STDLIB, "<")) and _is_called_by_run(frame):
+            installed = frame  # a service may be installed like its libraries
+        frame = frame.f_back
+    return None if installed is None else _line(installed)
+
+
+def _is_called_by_run(frame: FrameType) -> bool:
+    return frame.f_back is not None and frame.f_back.f_code is _DRIVER
+
+
+def run_in(frame: FrameType | None) -> Any:
+    """The run whose branch stands in one of these frames, if there is one."""
+    while frame is not None and frame.f_code is not _DRIVER:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"].tracker.owner
 
 
 def lines_of(driver: Driver) -> str:
     """The line of user code a branch is suspended at."""
-    best = None
-    for frame in frames_of(driver):
-        if not frame.f_code.co_filename.startswith((_OURS, _ASYNCIO)):
-            best = frame
-    if best is None:
+    frames = [each for each in frames_of(driver) if not each.f_code.co_filename.startswith((*_OURS, _ASYNCIO))]
+    own = [each for each in frames if not each.f_code.co_filename.startswith(_INSTALLED)]
+    if not frames:
         return driver.scope.path or "the handler"
-    return _line(best)
+    return _line((own or frames)[-1])  # a service may be installed like its libraries: then the innermost is told
 
 
 def _line(frame: FrameType) -> str:

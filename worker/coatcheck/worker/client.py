@@ -14,15 +14,14 @@ from datetime import timedelta
 from typing import Any, Self
 from uuid import UUID
 
-import structlog
-
 from coatcheck.broker import connect
 from coatcheck.broker.bodies import Body, Limits
 from coatcheck.broker.port import Broker, Delivery, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_request, parse_reply
-from coatcheck.errors import MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
-from coatcheck.store.blobs import decode
+from coatcheck.errors import BrokerUnavailable, MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
+from coatcheck.log import get_logger
+from coatcheck.store.blobs import CorruptBlob, decode
 from coatcheck.store.queries import Line
 from coatcheck.store.rows import Task, TaskId, TaskState
 from coatcheck.store.store import OpenStore, Store
@@ -32,7 +31,7 @@ from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.servers import no_server, settle
 from coatcheck.worker.settings import Settings, is_embedded
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 LONGEST_POLL_S = 1.0
 OnProgress = Callable[[Progress], None]
@@ -50,24 +49,30 @@ class Ticket:
     service: str
     correlation_id: str
     _client: Client = field(repr=False)
-    _reply: asyncio.Future[Reply] = field(repr=False)
+    _reply: asyncio.Future[Reply] | None = field(repr=False)
+    """None: no reply was asked for, and the result is fetched from the store."""
 
     async def result(self, timeout: float | timedelta | None = None) -> Any:
         """Wait for the final reply. Raises TaskFailed, TaskCancelled, or TimeoutError, after which the task goes on."""
+        if self._reply is None:
+            return await self._client.result(self.task_id, timeout=timeout)
         async with asyncio.timeout(_seconds(timeout)):
             reply = await asyncio.shield(self._reply)
         return _value_of(reply, self.task_id)
 
     async def progress(self) -> AsyncIterator[Progress]:
-        """Follow the task's progress until its final reply is there."""
+        """Follow the task's progress until its final reply is there. Raises UsageError if no reply was asked for."""
+        reply = self._reply
+        if reply is None:
+            raise UsageError("submit(reply=False) asked for no replies, so there is no progress to follow")
         queue = self._client._follow(self.correlation_id)  # noqa: SLF001 - one object in two parts
-        while not self._reply.done():
+        while not reply.done():
             waiting = asyncio.ensure_future(queue.get())
-            self._reply.add_done_callback(lambda _, waiting=waiting: waiting.cancel())  # type: ignore[misc]
+            reply.add_done_callback(lambda _, waiting=waiting: waiting.cancel())  # type: ignore[misc]
             try:
                 yield await waiting
             except asyncio.CancelledError:
-                if not self._reply.done():
+                if not reply.done():
                     raise
 
     async def cancel(self, reason: str | None = None) -> None:
@@ -126,12 +131,14 @@ class Client:
         identity: str | None = None,
         keep: bool = True,
         token: str | None = None,
+        reply: bool = True,
     ) -> Ticket:
         """Hand a request in. The same `identity` twice is one task. `keep` stores the result even of a task that never
         waits, so that it can be fetched later by its id. `token` tells the service who asks; only the service's own
-        `identify` reads it. Raises NobodyThere if no such service was ever started.
+        `identify` reads it. `reply=False` asks for no answer: for a program that does not stay to hear it. Raises
+        NobodyThere if no such service was ever started.
         """
-        broker, reply_to = await self._ready()
+        broker, reply_to = await self._ready() if reply else (await self.broker(), None)
         identity = identity or str(uuid.uuid4())
         # Its own correlation id under a given identity: two submitters of one task must not get each other's replies.
         correlation_id = str(uuid.uuid4())
@@ -145,16 +152,20 @@ class Client:
             keep=keep,
             token=token,
         )
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[correlation_id] = reply
+        replied: asyncio.Future[Reply] | None = None
+        if reply:
+            replied = self._waiting[correlation_id] = asyncio.get_running_loop().create_future()
         (routing,) = await broker.publish([Outgoing(Names(service).requests, message)])
+        if routing is not Routing.ROUTED:
+            self._waiting.pop(correlation_id, None)
+        if routing is Routing.REFUSED:
+            raise _refused(Names(service).requests)
         if routing is Routing.NO_ROUTE:
-            del self._waiting[correlation_id]
             raise NobodyThere(
                 f"there is no service {service!r} on this broker; start it with `coatcheck dev module:app`, or "
                 "`coatcheck worker module:app`"
             )
-        return Ticket(task_id_of(service, identity), service, correlation_id, self, reply)
+        return Ticket(task_id_of(service, identity), service, correlation_id, self, replied)
 
     async def call(
         self,
@@ -175,6 +186,8 @@ class Client:
         broker, _ = await self._ready()
         order = Outgoing(Names(service).control, make_cancel(task=str(task_id), reason=reason))
         (routing,) = await broker.publish([order])
+        if routing is Routing.REFUSED:
+            raise _refused(order.to)
         if routing is Routing.NO_ROUTE:
             raise NobodyThere(f"there is no service {service!r} on this broker")
 
@@ -271,11 +284,22 @@ def _value_of(reply: Reply, task_id: UUID) -> Any:
     raise _failure(dict(reply.problem or {}), task_id)
 
 
+def _refused(queue: str) -> BrokerUnavailable:
+    return BrokerUnavailable(f"the queue {queue!r} does not take it: it is full, or its node is away; try again later")
+
+
 def _stored_value(task: Task) -> Any:
     assert task.value is not None
-    if task.state is TaskState.DONE:
-        return to_body(task.value).decode()
-    raise _failure(decode(task.value), task.task_id)
+    try:
+        if task.state is TaskState.DONE:
+            return to_body(task.value).decode()
+        document = decode(task.value)
+    except (CorruptBlob, MalformedMessage) as error:
+        raise CorruptBlob(
+            f"task {task.task_id} is {task.state}, but its stored answer cannot be read: {error}; restore its row in "
+            "coatcheck.task from a backup"
+        ) from error
+    raise _failure(document, task.task_id)
 
 
 def _failure(problem: dict[str, Any], task_id: UUID) -> TaskFailed:

@@ -61,6 +61,11 @@ class Context:
         return self._run.caller
 
     @property
+    def deadline(self) -> datetime | None:
+        """Until when the requester waits, as its `cc-deadline` said; None if it did not say. No call waits longer."""
+        return self._run.deadline_at
+
+    @property
     def attempt(self) -> int:
         """Which attempt of the task this is, from 1; a resume is not an attempt."""
         return self._run.attempt
@@ -78,7 +83,7 @@ class Context:
     ) -> Coroutine[Any, Any, T]: ...  # fmt: skip
     @overload
     def call(
-        self, peer: str, body: Any = None, *, returns: None = None, task: str | None = None,
+        self, peer: str, body: Any = None, *, returns: Any = None, task: str | None = None,
         timeout: Duration | None = None, idle_timeout: Duration | None = None, retry: Retry | None = None,
         key: str | None = None,
     ) -> Coroutine[Any, Any, Any]: ...  # fmt: skip
@@ -159,11 +164,11 @@ class Context:
         """
         return self._group(aws, "gather", need=len(aws), is_lenient=return_exceptions, cancel_rest=cancel_rest)
 
-    def first(self, *aws: Awaitable[Any], cancel_rest: bool = False) -> Coroutine[Any, Any, Any]:
+    def first(self, *aws: Awaitable[T], cancel_rest: bool = False) -> Coroutine[Any, Any, T]:
         """Wait for the first success and return its value. Raises an ExceptionGroup if none succeeds."""
         return self._group(aws, "first", need=1, is_lenient=False, cancel_rest=cancel_rest)
 
-    def quorum(self, k: int, *aws: Awaitable[Any], cancel_rest: bool = False) -> Coroutine[Any, Any, list[Any]]:
+    def quorum(self, k: int, *aws: Awaitable[T], cancel_rest: bool = False) -> Coroutine[Any, Any, list[T]]:
         """Wait for `k` successes and return their values in the order in which they ended.
 
         Raises an ExceptionGroup of the failures as soon as `k` can no longer be reached.

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from uuid import UUID
 
-import structlog
-from structlog.contextvars import bound_contextvars
+from structlog.contextvars import bind_contextvars, bound_contextvars
 
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.broker.wire import Control, parse_control
 from coatcheck.errors import BrokerUnavailable, MalformedMessage
+from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import encode
 from coatcheck.store.rows import CancelAsk, Ruling, TaskId, TaskState, Verdict
 from coatcheck.worker.broadcast import cancelled_message
 from coatcheck.worker.deadletters import bury
-from coatcheck.worker.messages import final_messages, task_id_of
+from coatcheck.worker.messages import task_id_of
 from coatcheck.worker.problems import cancelled_problem
+from coatcheck.worker.resending import send_final
 from coatcheck.worker.runtime import Runtime
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class Orders:
@@ -61,13 +62,19 @@ class Orders:
 
     async def _cancel(self, order: Control, task_id: TaskId) -> None:
         runtime, correlation_id = self._runtime, order.correlation_id
+        runtime.lives.note_cancelled(task_id)
         if runtime.uses_store:
-            document = cancelled_problem(task_id, order.reason)
             by_correlation = order.correlation_id if order.task is None else None
             ask = CancelAsk(
-                runtime.app.service, task_id, encode(document), runtime.settings.dedup_window, by_correlation
+                runtime.app.service,
+                task_id,
+                lambda found: encode(cancelled_problem(found, order.reason)),
+                runtime.settings.dedup_window,
+                by_correlation,
             )
             ruling = await runtime.gate.insist(lambda _: runtime.store.cancel(ask))
+            if ruling.task is not None:
+                bind_contextvars(task_id=str(ruling.task.task_id))
             reach("after_cancel")
             await self._tell(ruling, order)
             reach("after_cancel_told")
@@ -86,6 +93,4 @@ class Orders:
         task = ruling.task
         if task is None or task.state is not TaskState.CANCELLED or not ruling.unsent.is_final_unsent:
             return  # it ended by itself before the order came, and whoever ended it answers
-        if task.addresses:
-            await self._runtime.outbox.publish(final_messages(task))
-        await self._runtime.gate.insist(lambda _: self._runtime.store.mark_final_sent([task.task_id]))
+        await send_final(self._runtime, task)

@@ -10,6 +10,7 @@ twice.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Coroutine
@@ -17,7 +18,6 @@ from datetime import timedelta
 from typing import Any, assert_never
 
 import msgspec
-import structlog
 from structlog.contextvars import bind_contextvars
 
 from coatcheck.broker.bodies import Body
@@ -31,6 +31,7 @@ from coatcheck.errors import (
     StoreUnavailable,
     UnknownHandler,
 )
+from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
 from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
@@ -51,16 +52,19 @@ from coatcheck.worker.host import (
     Superseded,
     Unfinished,
 )
+from coatcheck.worker.keys import damage
 from coatcheck.worker.live import Live
 from coatcheck.worker.messages import answers, to_body
+from coatcheck.worker.outbox import pause_s
 from coatcheck.worker.problems import Code, cancelled_problem, problem, problem_of, traceback_of
 from coatcheck.worker.ram_host import FallingHost, RamCalls, RamHost
+from coatcheck.worker.resending import leave_final
 from coatcheck.worker.run import Run
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.settings import Checkpointing
 from coatcheck.worker.store_host import StoreHost
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 TaskHost = StoreHost | RamHost
 
@@ -125,12 +129,15 @@ class Executor:
                         attempt=live.attempt,
                         trace_id=tracing.trace_id_of(live.traceparent),
                     )
-                return await self._execute(live, is_last=is_last)
+                is_ours = await self._execute(live, is_last=is_last)
             finally:
                 runtime.slots.release(size)
                 self._running_count -= 1
                 name = live.handler.name if live.handler else "unknown"
                 runtime.metrics.handler_seconds.labels(name).observe(time.perf_counter() - begun_s)
+            if live.unanswered:
+                await self._answer_from_ram(live)
+            return is_ours
         except BaseException as error:
             # The caller deals with the delivery it gave us; nobody else would settle duplicates, or one that came back.
             live.requeue(all_but=origin if isinstance(error, Exception) else None)
@@ -219,8 +226,7 @@ class Executor:
 
     async def _run_and_settle(self, live: Live, host: TaskHost) -> None:
         if live.handler is None:
-            reason = self._runtime.app.explain_unknown(live.handler_name)
-            await self._hold(live, host, problem_of(UnknownHandler(reason), live.task_id), reason)
+            await self._await_handler(live, host)
             return
         if live.pickups >= MOST_ALONE * ALONE:
             await self._finish(live, host, self._end_of_killer(live))
@@ -228,12 +234,19 @@ class Executor:
         try:
             body = live.request if isinstance(live.request, Body) else to_body(live.request)
             bound = live.handler.binding.bind(body)
-        except (InvalidArguments, CorruptBlob) as error:
+        except InvalidArguments as error:
             await self._finish(live, host, self._refusal(live, error))
             return
+        except CorruptBlob as error:
+            await self._settle(live, host, Held(damage("the request (coatcheck.task)", error)))
+            return
+        for unread in live.handler.binding.find_unread(body):
+            log.warning("body_field_not_read", handler=live.handler.name, **unread.facts())
         live.run = self._make_run(live, live.handler, bound, host)
         reach("before_run")
         try:
+            if host.recorder is not None and live.history.recorded:
+                host.recorder.check_history()
             outcome = await live.run.execute()
         except PermanentError as error:
             await self._finish(live, host, self._refused_commit(live, error))
@@ -257,6 +270,7 @@ class Executor:
             attempt=live.attempt,
             version=live.version,
             caller=live.caller,
+            deadline_at=live.deadline_at,
             invoke=invoke,
             history=live.history,
             host=host,
@@ -316,7 +330,12 @@ class Executor:
             await self._finish(live, host, self._failure(live, error, changes))
             return
         self._runtime.metrics.retried.inc()
-        log.warning("attempt_failed", exception=type(error).__name__, retry_in_s=delay.total_seconds())
+        log.warning(
+            "attempt_failed",
+            exception=type(error).__name__,
+            retry_in_s=delay.total_seconds(),
+            **self._traceback(error),
+        )
         if host.recorder is None:
             await self._try_again_in_ram(live, host, delay)
             return
@@ -342,8 +361,13 @@ class Executor:
         retryable = live.handler.retry.is_retryable(error) if live.handler is not None else None
         code = Code(error.code) if isinstance(error, CheckpointRefused) else None
         document = problem_of(error, live.task_id, live.attempt, code=code, retryable=retryable)
-        log.error("task_failed", code=document["code"], exception=document.get("exception"))
+        name = document.get("exception")
+        log.error("task_failed", code=document["code"], exception=name, **self._traceback(error))
         return End(TaskState.FAILED, encode(document), changes, traceback_of(error))
+
+    def _traceback(self, error: BaseException) -> dict[str, str]:
+        """The traceback, where the settings say that it may be logged: its texts are the users'."""
+        return {"traceback": traceback_of(error)} if self._runtime.settings.log_tracebacks else {}
 
     def _refused_commit(self, live: Live, error: PermanentError) -> End:
         """What the run wants recorded will never be taken."""
@@ -371,12 +395,30 @@ class Executor:
         is_worth_a_row = live.keeps_result or not live.addresses  # else whoever asked is told, and that is all
         return End(TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row)
 
-    async def _hold(self, live: Live, host: TaskHost, document: dict[str, Any], reason: str) -> None:
+    async def _await_handler(self, live: Live, host: TaskHost) -> None:
+        """Hold a task whose handler this code does not have, as a deploy may bring it.
+
+        A task that never ran waits so long and no longer: its requester is told that it asked for what there is not.
+        One that has run keeps what it did, however long that takes.
+        """
+        reason = self._runtime.app.explain_unknown(live.handler_name)
+        document = problem_of(UnknownHandler(reason), live.task_id)
+        has_run = live.attempt > 1 or live.history.recorded or live.history.open_calls
+        left = None if has_run else self._runtime.settings.hold_unknown - timedelta(seconds=live.age_s)
+        if left is not None and left <= timedelta(0):
+            log.error("handler_stayed_unknown", reason=reason)
+            await self._finish(live, host, End(TaskState.FAILED, encode(document)))
+            return
+        await self._hold(live, host, document, reason, at_most=left)
+
+    async def _hold(
+        self, live: Live, host: TaskHost, document: dict[str, Any], reason: str, *, at_most: timedelta | None = None
+    ) -> None:
         """Keep a task this code cannot run; a deploy may bring code that can. The pauses grow with its age."""
         if host.recorder is None:
             await self._finish(live, host, End(TaskState.FAILED, encode(document)))
             return
-        delay = min(max(timedelta(seconds=live.age_s), SHORTEST_HOLD), LONGEST_HOLD)
+        delay = min(max(timedelta(seconds=live.age_s), SHORTEST_HOLD), at_most or LONGEST_HOLD, LONGEST_HOLD)
         await host.recorder.put(Changes(), Hold(delay, encode(document)))
         self._runtime.metrics.held.inc()
         log.error("task_held", reason=reason, retry_in_s=delay.total_seconds())
@@ -391,14 +433,14 @@ class Executor:
         is_stored = host.recorder is not None and (live.has_row or self._is_worth_a_row(live, end))
         if is_stored:
             finish = Finish(end.state, end.value, self._keep(end.state), end.traceback)
-            await self._commit_end(live, host, finish, end.changes)
-        if live.addresses:
-            await self._answer(live, host, end, is_stored=is_stored)
-        if is_stored and live.is_detached:
-            await self._runtime.store.mark_final_sent([live.task_id])
+            is_stored = await self._commit_end(live, host, finish, end.changes)
+        is_told = not live.addresses or await self._answer(live, host, end, is_stored=is_stored)
+        if is_stored and live.is_detached and is_told:
+            await self._runtime.store.mark_final_sent({live.task_id: live.addresses})
         self._runtime.metrics.finished.labels(end.state.value).inc()
         log.info("task_finished", outcome=end.state.value)
-        live.ack(is_answered=True)
+        if not live.unanswered:
+            live.ack(is_answered=True)
 
     def _is_worth_a_row(self, live: Live, end: End) -> bool:
         """Whether the end of a task that never had a row is written down."""
@@ -411,7 +453,8 @@ class Executor:
         is_lost = live.trigger is None or live.trigger.is_lost
         return end.state is TaskState.FAILED or live.keeps_result or is_deduplicated or is_lost
 
-    async def _commit_end(self, live: Live, host: TaskHost, end: Finish, changes: Changes) -> None:
+    async def _commit_end(self, live: Live, host: TaskHost, end: Finish, changes: Changes) -> bool:
+        """Write the end down. False: it cannot be now, and the task goes on without a row."""
         assert host.recorder is not None
         try:
             done = await host.recorder.put(changes, end)
@@ -419,25 +462,50 @@ class Executor:
             if live.has_row:
                 raise
             log.warning("end_not_recorded")  # `preferred`, and Postgres is away: the answer is delivered all the same
-        else:
-            await host.recorder.send(changes.opens, done.cancels)
+            return False
+        await host.recorder.send(changes.opens, done.cancels)
+        return True
 
-    async def _answer(self, live: Live, host: TaskHost, end: End, *, is_stored: bool) -> None:
-        """Publish the final reply to everyone who asked. Who is gone can fetch it later: then it gets a row."""
+    async def _answer(self, live: Live, host: TaskHost, end: End, *, is_stored: bool) -> bool:
+        """Publish the final reply to everyone who asked. Who is gone can fetch it later, and whose queue refuses it is
+        sent it later: then it gets a row. False: not all were told, and the row or `live.unanswered` says so.
+        """
         replies = answers(live.task_id, end.state, end.value, live.addresses, traceparent=live.traceparent)
         reach("before_answer")
         routings = await self._runtime.outbox.publish(replies)
         reach("after_answer")
-        if Routing.NO_ROUTE not in routings:
-            return
-        gone = [
-            address.reply_to
-            for address, routing in zip(live.addresses, routings, strict=True)
-            if routing is Routing.NO_ROUTE
-        ]
-        log.warning("final_reply_had_no_route", reply_to=gone)
+        gone = [each.to for each, routing in zip(replies, routings, strict=True) if routing is Routing.NO_ROUTE]
+        refused = [each for each, routing in zip(replies, routings, strict=True) if routing is Routing.REFUSED]
+        if not gone and not refused:
+            return True
+        if gone:
+            log.warning("final_reply_had_no_route", reply_to=gone)
         if not is_stored and host.recorder is not None:
-            await self._commit_end(live, host, Finish(end.state, end.value, self._keep(end.state)), Changes())
+            finish = Finish(end.state, end.value, self._keep(end.state))
+            is_stored = await self._commit_end(live, host, finish, Changes())
+        if refused:
+            log.info("final_reply_refused", reply_to=[each.to[:64] for each in refused], is_stored=is_stored)
+            if is_stored:
+                await leave_final(self._runtime, live.task_id, refused)
+            else:
+                live.unanswered = refused
+        return not refused
+
+    async def _answer_from_ram(self, live: Live) -> None:
+        """Send what no row remembers until it is taken, its request unacked meanwhile; the slot is free again."""
+        for number in itertools.count():
+            await asyncio.sleep(pause_s(number))
+            try:
+                routings = await self._runtime.outbox.publish(live.unanswered)
+            except BrokerUnavailable as error:
+                log.warning("settling_interrupted", error=str(error))
+                continue
+            live.unanswered = [
+                each for each, routing in zip(live.unanswered, routings, strict=True) if routing is Routing.REFUSED
+            ]
+            if not live.unanswered:
+                live.ack(is_answered=True)
+                return
 
     def _keep(self, state: TaskState) -> timedelta:
         settings = self._runtime.settings

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import structlog
-
 from coatcheck.broker.connecting import find_risk as find_broker_risk
+from coatcheck.log import get_logger
 from coatcheck.store.database import find_risk as find_store_risk
 from coatcheck.worker.settings import Checkpointing, Settings, is_embedded
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SILENCE = "COATCHECK_ALLOW_PLAINTEXT=true if the network encrypts by itself"
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from coatcheck.errors import StoreUnavailable
+from coatcheck.log import get_logger
 from coatcheck.store.database import LockTimeout
 from coatcheck.worker.metrics import Metrics
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 T = TypeVar("T")
 

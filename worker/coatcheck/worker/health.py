@@ -2,7 +2,8 @@
 
 It answers GET and HEAD, one request per connection, from values that are at hand: no check does I/O, so a probe is
 never slower than the event loop. (A supervisor asks its replicas first; `refresh` has a limit for that.) Size, time and
-number of connections are bounded, because a port attracts scanners.
+number of connections are bounded, because a port attracts scanners. When there are too many, the one that has kept us
+waiting for its request the longest gives way: a probe asks at once, so it is answered however many others are silent.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from http import HTTPStatus
 from typing import Self
 
 import msgspec
-import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from coatcheck.errors import InvalidSettings
+from coatcheck.log import get_logger
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.settings import Settings
 
 __all__ = ["Checks", "HealthServer"]
 
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = get_logger(__name__)
 
 Checks = Callable[[], Mapping[str, bool]]
 """Named statements about the process; all true means healthy."""
@@ -32,8 +33,10 @@ Refresh = Callable[[], Awaitable[None]]
 """Brings what the checks and the registry look at up to date."""
 
 REQUEST_TIMEOUT_S = 5.0
+HEAD_TIMEOUT_S = 2.0
+"""How long the request itself may take to arrive."""
 MAX_HEAD_BYTES = 8 * 1024
-MAX_CONNECTIONS = 32
+MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class Response:
 class HealthServer:
     """Serves probes from `start` to `stop`. `live` and `ready` are asked at every probe and must not block.
 
-    `refresh` is awaited before each of them and has to come back well within REQUEST_TIMEOUT_S.
+    `notes` are told by `/readyz` too, and do not count. `refresh` is awaited before each of them and has to come back
+    well within REQUEST_TIMEOUT_S.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class HealthServer:
         ready: Checks,
         registry: CollectorRegistry,
         refresh: Refresh | None = None,
+        notes: Checks | None = None,
     ) -> None:
         self._port = port
         self._host = host
@@ -65,15 +70,27 @@ class HealthServer:
         self._ready = ready
         self._registry = registry
         self._refresh = refresh
+        self._notes = notes
         self._server: asyncio.Server | None = None
+        # Both in order of arrival; those in `_silent` have not said yet what they want.
         self._open: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self._silent: dict[asyncio.StreamWriter, None] = {}
 
     @classmethod
-    def from_settings(cls, settings: Settings, *, live: Checks, ready: Checks, metrics: Metrics) -> Self | None:
+    def from_settings(
+        cls, settings: Settings, *, live: Checks, ready: Checks, metrics: Metrics, notes: Checks | None = None
+    ) -> Self | None:
         """The server a process asked for by `health_port`, or None if it asked for none."""
         if settings.health_port is None:
             return None
-        return cls(settings.health_port, settings.health_host, live=live, ready=ready, registry=metrics.registry)
+        return cls(
+            settings.health_port,
+            settings.health_host,
+            live=live,
+            ready=ready,
+            registry=metrics.registry,
+            notes=notes,
+        )
 
     @property
     def port(self) -> int:
@@ -114,13 +131,17 @@ class HealthServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or len(self._open) >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
+        assert task is not None
+        if len(self._open) >= MAX_CONNECTIONS:
+            self._drop_one()
         self._open[writer] = task
+        self._silent[writer] = None
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                response, is_head = await self._respond(reader)
+                async with asyncio.timeout(HEAD_TIMEOUT_S):
+                    head = await _read_head(reader)
+                self._silent.pop(writer, None)
+                response, is_head = await self._respond(head)
                 writer.write(_render(response, is_head=is_head))
                 await writer.drain()
                 writer.close()
@@ -128,16 +149,20 @@ class HealthServer:
         except (OSError, TimeoutError):
             writer.transport.abort()  # a client that went away or does not read: nothing to tell it
         finally:
-            del self._open[writer]
+            self._open.pop(writer, None)
+            self._silent.pop(writer, None)
 
-    async def _respond(self, reader: asyncio.StreamReader) -> tuple[Response, bool]:
-        """Read one request and decide the answer; anything that is not HTTP is a bad request."""
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            return Response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, body=b"the request is too large\n"), False
-        except asyncio.IncompleteReadError:
-            return Response(HTTPStatus.BAD_REQUEST, body=b"not an HTTP request\n"), False
+    def _drop_one(self) -> None:
+        """Make room: the oldest that is silent goes, else the oldest of all, which does not read its answer."""
+        oldest = next(iter(self._silent or self._open))
+        self._silent.pop(oldest, None)
+        del self._open[oldest]
+        oldest.transport.abort()
+
+    async def _respond(self, head: bytes | Response) -> tuple[Response, bool]:
+        """Decide the answer to one request; anything that is not HTTP is a bad request."""
+        if isinstance(head, Response):
+            return head, False
         match head.split(b"\r\n", 1)[0].split(b" "):
             case [b"GET" | b"HEAD" as method, target, version] if version.startswith(b"HTTP/1."):
                 if self._refresh is not None:
@@ -153,16 +178,28 @@ class HealthServer:
             case b"/livez":
                 return _report(self._live())
             case b"/readyz":
-                return _report(self._ready())
+                return _report(self._ready(), self._notes() if self._notes is not None else {})
             case b"/metrics":
                 return Response(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry))
             case _:
                 return Response(HTTPStatus.NOT_FOUND, body=b"there are /livez, /readyz and /metrics\n")
 
 
-def _report(checks: Mapping[str, bool]) -> Response:
+async def _read_head(reader: asyncio.StreamReader) -> bytes | Response:
+    """Read a request up to its empty line, or say what is wrong with it."""
+    try:
+        return await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        return Response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, body=b"the request is too large\n")
+    except asyncio.IncompleteReadError:
+        return Response(HTTPStatus.BAD_REQUEST, body=b"not an HTTP request\n")
+
+
+def _report(checks: Mapping[str, bool], notes: Mapping[str, bool] | None = None) -> Response:
     is_well = all(checks.values())
-    document = {"status": "ok" if is_well else "failing", "checks": dict(checks)}
+    document: dict[str, object] = {"status": "ok" if is_well else "failing", "checks": dict(checks)}
+    if notes:
+        document["notes"] = dict(notes)
     status = HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE
     return Response(status, "application/json", msgspec.json.encode(document) + b"\n")
 

@@ -12,15 +12,14 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-import structlog
-
 from coatcheck.broker.port import Delivery
 from coatcheck.errors import MalformedMessage
+from coatcheck.log import get_logger
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.tracking import ensure_factory, make_untracked
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -50,12 +49,22 @@ class Hops:
         try:
             work = hop(delivery)
         except Exception as error:  # noqa: BLE001 - a surprise, to be dealt with like one that comes later
-            work = self._surprised(delivery, error)
+            self._start_surprised(delivery, error)
+            return
         if work is not None:
             self.start(delivery, work)
 
     def start(self, delivery: Delivery, work: Work) -> None:
         """Give the work a task of its own. Whatever it raises must not end the replica."""
+        self._start(work, on_done=partial(self._on_done, delivery))
+
+    def _start_surprised(self, delivery: Delivery, error: BaseException) -> None:
+        """Deal with a surprise. One about a surprise ends here: it is told, and the delivery goes back with the
+        connection.
+        """
+        self._start(self._surprised(delivery, error), on_done=self._on_dealt_with)
+
+    def _start(self, work: Work, *, on_done: Callable[[asyncio.Future[None]], None]) -> None:
         if self._is_over:
             work.close()  # unacked, the delivery goes back with the connection
             return
@@ -63,13 +72,19 @@ class Hops:
         task = make_untracked(self._loop, work, context=context)
         self._running.add(task)
         # In the task's own context, so that a surprise is told with the ids that were bound there.
-        task.add_done_callback(partial(self._on_done, delivery), context=context)
+        task.add_done_callback(on_done, context=context)
 
     def _on_done(self, delivery: Delivery, task: asyncio.Future[None]) -> None:
         self._running.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.start(delivery, self._surprised(delivery, error))
+            self._start_surprised(delivery, error)
+
+    def _on_dealt_with(self, task: asyncio.Future[None]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("delivery_not_requeued", exc_info=error)
 
     def watch(self, delivery: Delivery, future: asyncio.Future[T], then: Callable[[asyncio.Future[T]], None]) -> None:
         """Count as under way until the future is done and `then` has been told. One that is cut short it never is."""
@@ -81,7 +96,7 @@ class Hops:
             try:
                 then(done)
             except Exception as error:  # noqa: BLE001 - in a callback it would only be logged, and the delivery kept
-                self.start(delivery, self._surprised(delivery, error))
+                self._start_surprised(delivery, error)
 
         self._running.add(future)
         future.add_done_callback(on_done)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coatcheck.errors import JournalMismatch
+from coatcheck.store.blobs import CorruptBlob
 from coatcheck.store.rows import Changes, Committed
 
 __all__ = [
@@ -92,9 +93,9 @@ class Parked:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """This code does not fit what the task has recorded."""
+    """This code does not fit what the task has recorded, or a recorded value cannot be read."""
 
-    error: JournalMismatch
+    error: JournalMismatch | CorruptBlob
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,10 @@ from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.store import blobs
 from coatcheck.store.rows import History, Kind, OpenCall, Recorded
 
-__all__ = ["NO_DIGEST", "Entry", "Journal", "Scope", "Wanted", "base_of", "digest_of", "escape_name", "rename_error"]
+__all__ = [
+    "NO_DIGEST", "Entry", "Journal", "Scope", "Wanted", "base_of", "damage", "digest_of", "escape_name", "rename_error",
+    "value_of",
+]  # fmt: skip
 
 NO_DIGEST: Final = b""
 """The digest of work whose arguments are not compared."""
@@ -224,6 +227,25 @@ class Journal:
             if key in self._unread and "~" not in key and _fits(self._entries[key], wanted):
                 return key
         return None
+
+
+def value_of(entry: Recorded, kind: Any = Any) -> Any:
+    """What was recorded, as `kind`. Raises CorruptBlob that names the entry: it must hold the run, and no handler may
+    see it, who would take it for a failure of the work. Raises msgspec.ValidationError if it does not fit.
+    """
+    try:
+        return blobs.decode(entry.value, kind)
+    except blobs.CorruptBlob as error:
+        table = "journal" if entry.call_id is None else "call"
+        where = f"what {entry.kind} {entry.name!r} recorded under key {entry.key!r}"
+        raise damage(f"{where} (coatcheck.{table}, seq {entry.seq})", error) from error
+
+
+def damage(what: str, error: blobs.CorruptBlob) -> blobs.CorruptBlob:
+    """The error for a stored value that cannot be read, with where it is and what to do."""
+    return blobs.CorruptBlob(
+        f"{what} cannot be read: {error}. Its bytes are kept; restore them from a backup, or cancel the task"
+    )
 
 
 def _fits(entry: Entry, wanted: Wanted) -> bool:

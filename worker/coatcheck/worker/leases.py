@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-import structlog
-
 from coatcheck.errors import PermanentError, StoreUnavailable
+from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.sweeps import Renewal, Renewed
 from coatcheck.worker.host import Superseded
@@ -22,7 +21,7 @@ from coatcheck.worker.live import Live
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.store_host import StoreHost
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class Leases:
@@ -106,7 +105,8 @@ class Leases:
     async def _detach(self, live: Live) -> None:
         try:
             await StoreHost(live, self._runtime).detach()
-            log.info("long_run_detached", task_id=str(live.task_id))
+            lines = [] if live.run is None else live.run.lines()
+            log.info("long_run_detached", task_id=str(live.task_id), handler=live.handler_name, lines=lines)
         except Superseded:
             if not live.is_put_down and live.run is not None:
                 live.run.abandon()

@@ -23,7 +23,7 @@ from coatcheck.store.rows import (
 )
 from coatcheck.worker.host import NO_CHANGES
 from coatcheck.worker.ids import new_call_id
-from coatcheck.worker.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error
+from coatcheck.worker.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error, value_of
 from coatcheck.worker.steps import CANCELLED_CODE
 from coatcheck.worker.waits import Slot, Ticket, Wait
 
@@ -204,7 +204,7 @@ def is_handed_out(entry: Entry) -> bool:
         return False
     if entry.kind is not Kind.STEP or entry.state is CallState.OK:
         return True
-    document = blobs.decode(entry.value)
+    document = value_of(entry)
     return not (isinstance(document, dict) and document.get("code") == CANCELLED_CODE)
 
 

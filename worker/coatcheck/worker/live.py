@@ -6,19 +6,23 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
 from coatcheck.broker.bodies import Body
-from coatcheck.broker.port import Delivery
+from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.points import reach
 from coatcheck.store.births import REQUEST_TRIGGER
+from coatcheck.store.blobs import unpacked_size
 from coatcheck.store.rows import Address, Birth, Caller, CallId, History, Task, TaskId
 from coatcheck.worker.app import Handler
 from coatcheck.worker.run import Run
 
 NOTHING_RECORDED = History()
+MOST_CANCELLED = 10_000
+"""How many of the tasks that were cancelled last a replica knows without asking the rows."""
 
 
 class Live(msgspec.Struct, eq=False):
@@ -41,7 +45,10 @@ class Live(msgspec.Struct, eq=False):
     """When its lease began to count, if it has one."""
     make_birth: Callable[[], Birth] | None = None
     """Makes what the row would be, while there is none: most tasks that never wait need none at all."""
+    row_digest: bytes = b""
+    """Of the request, as the row has it, once there is one."""
     caller: Caller | None = None
+    deadline_at: datetime | None = None
     keeps_result: bool = False
     epoch: int = 0
     checkpoint: int = 0
@@ -51,6 +58,8 @@ class Live(msgspec.Struct, eq=False):
     version: str = ""
     age_s: float = 0.0
     history: History = NOTHING_RECORDED
+    gathered: int = 0
+    """Bytes of the values that the run was given, unpacked."""
     is_detached: bool = False
     is_put_down: bool = False
     """Its last write is in: the row is parked or ended, so there is no lease left to renew."""
@@ -67,6 +76,8 @@ class Live(msgspec.Struct, eq=False):
     """Its trigger was away and came back: whoever had it meanwhile may have had the task too, and be dead."""
     is_unsent: bool = False
     """Something committed could not be handed to the broker: the trigger must come back to send it."""
+    unanswered: list[Outgoing] = []
+    """Final replies that a queue refused, of a task that no row remembers: to be sent before the trigger is acked."""
     progress: dict[str, Any] | None = None
     copies: list[Delivery] = []
     """The same message once more, from before it came back; settled with the trigger."""
@@ -96,9 +107,8 @@ class Live(msgspec.Struct, eq=False):
 
     @property
     def digest(self) -> bytes:
-        """Of the request, while there is no row to know it. Hardly anybody asks."""
-        assert self.make_birth is not None
-        return self.make_birth().digest
+        """Of the request. Hardly anybody asks while there is no row to know it."""
+        return self.row_digest if self.make_birth is None else self.make_birth().digest
 
     def attach(self, delivery: Delivery) -> None:
         """The trigger has come back while its run lives here: this is the delivery to settle with the run."""
@@ -156,7 +166,9 @@ def live_from_task(
         trigger_name=trigger_name or task.trigger or REQUEST_TRIGGER,
         begun_s=time.monotonic(),
         renewed_s=asked_s,
+        row_digest=task.digest,
         caller=task.caller,
+        deadline_at=task.deadline_at,
         epoch=task.epoch,
         checkpoint=task.checkpoint,
         seen=task.seq,
@@ -165,6 +177,7 @@ def live_from_task(
         version=task.version,
         age_s=(task.updated_at - task.created_at).total_seconds(),
         history=history,
+        gathered=sum([unpacked_size(one.value) for one in history.recorded]),
         open_calls={call.call_id for call in history.open_calls},
     )
 
@@ -176,6 +189,7 @@ class LiveRuns:
         self._by_task: dict[TaskId, Live] = {}
         self.is_closed = False
         """The grace time is over: whoever still waits for a slot must not begin."""
+        self._cancelled: dict[TaskId, None] = {}
 
     def __iter__(self) -> Iterator[Live]:
         return iter(list(self._by_task.values()))
@@ -196,6 +210,15 @@ class LiveRuns:
     def find_by_trigger(self, name: str) -> Live | None:
         """By the message that began a run; of resumes only the task's id tells them apart, so the name holds it."""
         return next((live for live in self._by_task.values() if live.trigger_name == name), None)
+
+    def note_cancelled(self, task_id: TaskId) -> None:
+        """Remember that this replica has heard of a cancel: if its request comes now, the rows are asked first."""
+        self._cancelled[task_id] = None
+        if len(self._cancelled) > MOST_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    def was_cancelled(self, task_id: TaskId) -> bool:
+        return task_id in self._cancelled
 
     def find_by_correlation(self, correlation_id: str) -> Live | None:
         return next((live for live in self._by_task.values() if live.correlation_id == correlation_id), None)

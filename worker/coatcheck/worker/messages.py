@@ -1,10 +1,12 @@
-"""Between the wire and the rows: bodies become blobs as they came, rows become messages again. Pure functions."""
+"""Between the wire and the rows: bodies become blobs as they came, rows become messages again. Functions
+that change nothing.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -12,12 +14,16 @@ from coatcheck.broker.bodies import Body, BodyFormat
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.broker.topology import Names, takes_replies
 from coatcheck.broker.wire import Request, make_cancel, make_error, make_request, make_result
-from coatcheck.store.blobs import Codec, decode, pack, unpack
+from coatcheck.log import get_logger
+from coatcheck.store.blobs import Codec, CorruptBlob, decode, pack, unpack
 from coatcheck.store.rows import Address, Birth, Caller, CallId, Kind, NewCall, Peer, Task, TaskId, TaskState
 from coatcheck.worker import tracing
 from coatcheck.worker.callers import digest_with
 from coatcheck.worker.ids import derived_id, new_id
 from coatcheck.worker.keys import base_of
+from coatcheck.worker.problems import problem
+
+log = get_logger(__name__)
 
 _NAMESPACE = UUID("636f6174-6368-5563-8b21-7461736b6964")
 _CODECS = {
@@ -28,6 +34,7 @@ _CODECS = {
     BodyFormat.BYTES: Codec.BYTES,
 }
 _FORMATS = {codec: form for form, codec in _CODECS.items()}
+_NEVER = 9000
 _names_of = functools.lru_cache(maxsize=256)(Names)
 
 
@@ -70,7 +77,13 @@ def birth_of(
         traceparent=request.traceparent,
         tracestate=request.tracestate,
         caller=caller,
+        deadline_at=deadline_of(request),
     )
+
+
+def deadline_of(request: Request) -> datetime | None:
+    """Until when its requester waits. One that no clock will reach is none: Postgres keeps years Python cannot read."""
+    return None if request.deadline is None or request.deadline.year >= _NEVER else request.deadline
 
 
 def call_message(call: Peer, *, reply_to: str | None = None) -> Outgoing:
@@ -92,7 +105,7 @@ def call_message(call: Peer, *, reply_to: str | None = None) -> Outgoing:
     return Outgoing(call.peer, message)
 
 
-def peer_of_new(call: NewCall, *, task_id: TaskId, service: str, traceparent: str | None) -> Peer:
+def peer_of_new(call: NewCall, now: datetime, *, task_id: TaskId, service: str, traceparent: str | None) -> Peer:
     """A call that was just committed, in the shape the wire needs."""
     return Peer(
         call_id=call.call_id,
@@ -104,8 +117,8 @@ def peer_of_new(call: NewCall, *, task_id: TaskId, service: str, traceparent: st
         handler=call.handler,
         body=call.body,
         headers=call.headers,
-        # By our own clock, for the peer's information only; the row's due time is Postgres's.
-        hard_due_at=datetime.now(UTC) + call.hard if call.hard is not None else None,
+        # By our own clock; the row's due time is Postgres's.
+        hard_due_at=now + call.hard if call.hard is not None else None,
         traceparent=traceparent,
     )
 
@@ -126,10 +139,16 @@ def final_messages(task: Task, *addresses: Address) -> list[Outgoing]:
 def answers(
     task_id: TaskId, state: TaskState, value: bytes, addresses: tuple[Address, ...], *, traceparent: str | None
 ) -> list[Outgoing]:
-    """A final reply under a stable id, one for each address."""
-    if state is not TaskState.DONE:
-        return errors(task_id, decode(value), addresses, traceparent=traceparent)
-    body = to_body(value)
+    """A final reply under a stable id, one for each address. A stored answer that cannot be read is a problem, too."""
+    try:
+        if state is not TaskState.DONE:
+            return errors(task_id, decode(value), addresses, traceparent=traceparent)
+        body = to_body(value)
+    except CorruptBlob as error:
+        detail = f"the task is {state}, but its stored answer (coatcheck.task, value) cannot be read: {error}"
+        log.error("stored_answer_damaged", task_id=str(task_id), reason=detail)
+        document = problem("damaged_value", detail=detail, task_id=str(task_id))
+        return errors(task_id, document, addresses, traceparent=traceparent)
     return [
         Outgoing(to.reply_to, make_result(body, to.correlation_id, identity=str(task_id), traceparent=traceparent))
         for to in addresses
@@ -137,10 +156,10 @@ def answers(
 
 
 def errors(
-    task_id: TaskId, problem: Mapping[str, Any], addresses: tuple[Address, ...], *, traceparent: str | None
+    task_id: TaskId, document: Mapping[str, Any], addresses: tuple[Address, ...], *, traceparent: str | None
 ) -> list[Outgoing]:
     return [
-        Outgoing(to.reply_to, make_error(problem, to.correlation_id, identity=str(task_id), traceparent=traceparent))
+        Outgoing(to.reply_to, make_error(document, to.correlation_id, identity=str(task_id), traceparent=traceparent))
         for to in addresses
     ]
 

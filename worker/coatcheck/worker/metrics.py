@@ -6,10 +6,15 @@ Counters are kept by the process; how many tasks are parked *now* only Postgres 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coatcheck.log import lost_lines
 
 __all__ = ["Metrics", "describe_metrics"]
 
@@ -36,6 +41,10 @@ class Metrics:
     def _add_task_meters(self) -> None:
         self.running = self._gauge("tasks_running", "Runs alive in this process.")
         self.tasks = self._gauge("tasks", "Tasks in the store, as the sweeper last counted them.", "state")
+        self.tasks_counted_at = self._gauge(
+            "tasks_counted_timestamp_seconds", "When the sweeper last counted the tasks in the store, in Unix time."
+        )
+        self.retired = self._counter("tasks_retired", "Finished tasks that were removed, kept for long enough.")
         self.parked = self._counter("tasks_parked", "Times a task was put down to wait.")
         self.resumed = self._counter("tasks_resumed", "Times a task was picked up because a wait was over.")
         self.finished = self._counter(
@@ -81,10 +90,26 @@ class Metrics:
     def _add_broker_meters(self) -> None:
         self.published = self._counter("messages_published", "Messages confirmed by the broker.")
         self.no_route = self._counter("messages_no_route", "Messages to a queue that does not exist.")
+        self.refused = self._counter(
+            "messages_refused",
+            "Messages their queue did not take, full or away: by peer, own queue, or all `replies` together.",
+            "destination",
+        )
+        self.refusing = self._gauge(
+            "destinations_refusing", "Queues that refuse messages, as far as this process knows.", "destination"
+        )
+        self.answers_dropped = self._counter(
+            "answers_dropped", "Answers that no row remembers, dropped as their reply queue refused them for long."
+        )
         self.dead_letters = self._counter("dead_letters", "Messages put in the dead-letter queue.", "reason")
 
     def _add_process_meters(self) -> None:
+        self.sweeper_missing = self._gauge(
+            "sweeper_missing", "Workers that see no sweeper on its queue: without one, timeouts and retries wait."
+        )
         self.restarts = self._counter("restarts", "Replicas that ended by themselves under `--processes`.")
+        self.labels[f"{PREFIX}_log_lines_lost"] = ()
+        self.registry.register(_LostLines())
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         self.labels[f"{PREFIX}_{name}"] = labels
@@ -97,6 +122,14 @@ class Metrics:
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         self.labels[f"{PREFIX}_{name}"] = labels
         return _quick(Histogram(name, about, labels, namespace=PREFIX, buckets=buckets, registry=self.registry))
+
+
+class _LostLines(Collector):
+    """Lines are the process's, whichever part of it wrote them."""
+
+    def collect(self) -> Iterator[Metric]:
+        about = "Log lines never written, because the stream was closed, full or blocked."
+        yield CounterMetricFamily(f"{PREFIX}_log_lines_lost", about, value=lost_lines.count)
 
 
 def _quick(meter: Meter) -> Meter:

@@ -1,137 +1,148 @@
-"""Everything that leaves the worker: published in batches, and what could not be routed dealt with by its kind.
+"""Everything that leaves the worker, each message with a fate of its own. What did not arrive is dealt with by kind:
 
-A call to a queue that does not exist becomes an error reply to ourselves, so that it travels the road of any reply. A
-send to such a queue goes to the service's dead letters. A final reply stays in its row. A cancel is dropped in
-silence.
+| | there is no such queue | its queue refuses: full, or away |
+|---|---|---|
+| call | becomes an error reply to ourselves, so that it travels the road of any reply | stays unsent in its row |
+| send | goes to the service's dead letters | stays unsent in its row |
+| final reply | stays in its row | stays unsent in its row; without one it gets one |
+| answer without a row | is dropped | is tried a few times, then dropped |
+| cancel, progress, hint, broadcast | is dropped | is dropped |
+
+What stays unsent in a row is the sweeper's to send. So does a call or send whose body was damaged in its row: it leaves
+once the row is restored. A queue that refuses is left alone for a while
+(`destinations.py`), so that it holds up nothing but its own messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import cast
-
-import structlog
 
 from coatcheck.broker.headers import DETAIL, QUEUE, REASON
 from coatcheck.broker.port import Broker, Message, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_error
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable, TransientError
+from coatcheck.log import get_logger
 from coatcheck.points import reach
+from coatcheck.store.blobs import CorruptBlob
 from coatcheck.store.rows import CallId, Kind, Peer
 from coatcheck.store.store import Store
+from coatcheck.worker.destinations import REPLIES, Destinations
 from coatcheck.worker.messages import call_message, cancel_message
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.problems import problem
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MOST_IN_BATCH = 1000
+MOST_BYTES = 16 << 20
+"""A batch for the broker: so many messages and, from the second on, so many bytes."""
 MARK_AFTER_S = 1.0
+RESEND_AFTER = timedelta(seconds=2)
+"""When the sweeper first tries what was refused here; the row's pauses grow from there."""
 HINT_PAUSE_S = 0.05
-
-
-@dataclass(slots=True)
-class _Parcel:
-    """What one caller wants published, and waits for."""
-
-    messages: list[Outgoing]
-    routings: asyncio.Future[list[Routing]]
-
-    def settle(self, fates: list[Routing | Exception]) -> None:
-        if self.routings.done():
-            return  # whoever waited has left
-        failures = [fate for fate in fates if isinstance(fate, Exception)]
-        if failures:
-            # An outage before all else: what it hit is to be published yet.
-            outage = next((each for each in failures if isinstance(each, TransientError)), None)
-            self.routings.set_exception(outage or failures[0])
-        else:
-            self.routings.set_result(cast("list[Routing]", fates))
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+MOST_TRIES = 6
+"""How often an answer that no row remembers is tried, with pauses that double: a quarter of a minute in all."""
 
 
 class Outbox:
-    """Publishes for many runs at once: what arrives while a batch is in flight shares the next one."""
+    """Publishes for many runs at once. The broker lets them share what a batch costs.
 
-    def __init__(self, broker: Broker, *, metrics: Metrics) -> None:
+    `patience`: how many messages may be waited for at a time that a queue refuses and no row remembers. Each keeps a
+    delivery unacked, so it is a part of what a consumer may hold.
+    """
+
+    def __init__(self, broker: Broker, *, metrics: Metrics, patience: int = 16) -> None:
         self._broker = broker
         self._metrics = metrics
-        self._waiting: deque[_Parcel] = deque()
-        self._sender: asyncio.Task[None] | None = None
+        self._patience = patience
+        self._destinations = Destinations(metrics)
+        self._publishing_count = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
-    async def publish(self, messages: Iterable[Outgoing]) -> list[Routing]:
-        """Hand messages to the broker; returns when all are confirmed. Raises BrokerUnavailable.
+    async def publish(self, messages: Iterable[Outgoing], *, is_named: bool = False) -> list[Routing]:
+        """Hand messages to the broker; returns when the fate of each is known. Raises BrokerUnavailable.
 
         One that the broker will never take raises what is wrong with it; those beside it are published all the same.
+        `is_named`: a queue that refuses is counted under its own name, for those whose names are few.
         """
-        parcel = _Parcel([*messages], asyncio.get_running_loop().create_future())
-        if not parcel.messages:
+        batch = [*messages]
+        if not batch:
             return []
-        self._waiting.append(parcel)
-        if self._sender is None:
-            self._sender = asyncio.create_task(self._send(), name="outbox")
-        return await parcel.routings
+        if not self._destinations:
+            return await self._publish_and_note(batch, is_named=is_named)
+        return await self._publish_around(batch, is_named=is_named)
 
-    async def publish_home(self, messages: Sequence[Outgoing], service: str) -> None:
-        """Publish to queues of a service of ours; one that somebody deleted is made again first.
-
-        Raises BrokerUnavailable, also if it is gone and this process may not make it.
-        """
-        routings = await self.publish(messages)
-        lost = [each for each, routing in zip(messages, routings, strict=True) if routing is Routing.NO_ROUTE]
-        if not lost:
-            return
-        log.warning("own_queue_gone", queues=sorted({each.to for each in lost}))
+    async def _publish_around(self, batch: Sequence[Outgoing], *, is_named: bool) -> list[Routing]:
+        """Publish while some queues refuse: to those whose pause is over one message, and the rest if it was taken."""
+        destinations = self._destinations
+        destinations.forget_old()
+        routings = [Routing.REFUSED] * len(batch)
+        now: list[int] = []
+        after: dict[str, list[int]] = {}
+        for index, outgoing in enumerate(batch):
+            if outgoing.is_broadcast or not destinations.is_refusing(outgoing.to):
+                now.append(index)
+            elif outgoing.to in after:
+                after[outgoing.to].append(index)
+            elif destinations.may_try(outgoing.to):
+                now.append(index)
+                after[outgoing.to] = []
+            else:
+                destinations.count_refused(_label(outgoing, is_named=is_named))
         try:
-            await self._broker.declare_service(service)
-        except InvalidSettings as error:
-            raise BrokerUnavailable(f"a queue of {service} is gone: {error}") from error
-        if Routing.NO_ROUTE in await self.publish(lost):
-            raise BrokerUnavailable(f"a queue of {service} is gone as soon as it is made")
-
-    async def drain(self) -> None:
-        """Wait until everything handed in so far was published or has failed."""
-        if self._sender is not None:
-            await asyncio.wait([self._sender])
-
-    async def _send(self) -> None:
-        try:
-            while self._waiting:
-                parcels, batch = self._take()
-                # In portions: the broker has so long for each, and a parcel may be ten thousand calls of one task.
-                starts = range(0, len(batch), MOST_IN_BATCH)
-                fates = iter(await self._publish_parts(batch[at : at + MOST_IN_BATCH] for at in starts))
-                for parcel in parcels:
-                    parcel.settle([*itertools.islice(fates, len(parcel.messages))])
+            await self._publish_some(batch, now, routings, is_named=is_named)
         finally:
-            self._sender = None
+            for to in after:
+                destinations.end_try(to)
+        more = [index for to, held in after.items() if not destinations.is_refusing(to) for index in held]
+        await self._publish_some(batch, more, routings, is_named=is_named)
+        return routings
 
-    def _take(self) -> tuple[list[_Parcel], list[Outgoing]]:
-        """Take the oldest parcels, whole, as many as make a batch."""
-        parcels: list[_Parcel] = []
-        batch: list[Outgoing] = []
-        while self._waiting and len(batch) < MOST_IN_BATCH:
-            parcels.append(self._waiting.popleft())
-            batch += parcels[-1].messages
-        return parcels, batch
+    async def _publish_some(
+        self, batch: Sequence[Outgoing], indexes: Sequence[int], routings: list[Routing], *, is_named: bool
+    ) -> None:
+        if indexes:
+            fates = await self._publish_and_note([batch[index] for index in indexes], is_named=is_named)
+            for index, fate in zip(indexes, fates, strict=True):
+                routings[index] = fate
 
-    async def _publish_parts(self, parts: Iterable[Sequence[Outgoing]]) -> list[Routing | Exception]:
-        """Publish one part after the other. Once the broker is away the rest is not tried: each would wait in vain."""
+    async def _publish_and_note(self, batch: Sequence[Outgoing], *, is_named: bool) -> list[Routing]:
+        fates = await self._publish_portions(batch)
+        if self._destinations or Routing.REFUSED in fates:
+            for outgoing, fate in zip(batch, fates, strict=True):
+                if isinstance(fate, Routing) and not outgoing.is_broadcast:
+                    self._destinations.note(outgoing.to, fate, _label(outgoing, is_named=is_named))
+        routings = [fate for fate in fates if isinstance(fate, Routing)]
+        if len(routings) < len(fates):
+            failures = [fate for fate in fates if isinstance(fate, Exception)]
+            # An outage before all else: what it hit is to be published yet.
+            raise next((each for each in failures if isinstance(each, TransientError)), failures[0])
+        return routings
+
+    async def _publish_portions(self, batch: Sequence[Outgoing]) -> list[Routing | Exception]:
+        """Publish one portion after the other. Once the broker is away the rest is not tried: each would wait in
+        vain.
+        """
+        if len(batch) == 1:
+            return await self._publish(batch)
         fates: list[Routing | Exception] = []
-        for part in parts:
+        for portion in _portions(batch):
             is_away = bool(fates) and isinstance(fates[-1], TransientError)
-            fates += [fates[-1]] * len(part) if is_away else await self._publish(part)
+            fates += [fates[-1]] * len(portion) if is_away else await self._publish(portion)
         return fates
 
-    async def _publish(self, batch: Sequence[Outgoing]) -> Sequence[Routing | Exception]:
+    async def _publish(self, batch: Sequence[Outgoing]) -> list[Routing | Exception]:
         """Publish a batch; one that fails for a reason of its own is split until the message alone fails."""
         reach("before_publish")
+        self._publishing_count += 1
+        self._is_idle.clear()
         try:
             routings = await self._broker.publish(batch)
         except TransientError as error:
@@ -140,30 +151,143 @@ class Outbox:
             if len(batch) == 1:
                 return [error]
             middle = len(batch) // 2
-            return await self._publish_parts((batch[:middle], batch[middle:]))
+            return [*await self._publish(batch[:middle]), *await self._publish(batch[middle:])]
+        finally:
+            self._publishing_count -= 1
+            if not self._publishing_count:
+                self._is_idle.set()
         reach("after_publish")
-        self._metrics.published.inc(len(batch))
+        self._metrics.published.inc(len(batch) - routings.count(Routing.REFUSED))
+        return [*routings]
+
+    async def publish_home(self, messages: Sequence[Outgoing], service: str) -> list[Routing]:
+        """Publish to queues of a service of ours; one that somebody deleted is made again first. No fate is NO_ROUTE.
+
+        Raises BrokerUnavailable, also if it is gone and this process may not make it.
+        """
+        routings = await self.publish(messages, is_named=True)
+        if Routing.NO_ROUTE not in routings:
+            return routings
+        lost = [index for index, routing in enumerate(routings) if routing is Routing.NO_ROUTE]
+        log.warning("own_queue_gone", queues=sorted({messages[index].to for index in lost}))
+        try:
+            await self._broker.declare_service(service)
+        except InvalidSettings as error:
+            raise BrokerUnavailable(f"a queue of {service} is gone: {error}") from error
+        again = await self.publish([messages[index] for index in lost], is_named=True)
+        if Routing.NO_ROUTE in again:
+            raise BrokerUnavailable(f"a queue of {service} is gone as soon as it is made")
+        for index, routing in zip(lost, again, strict=True):
+            routings[index] = routing
         return routings
 
-    async def send_calls(self, calls: Sequence[Peer], *, reply_to: str | None = None) -> None:
-        """Send calls and sends whose rows are committed. What has no route is answered or buried before it returns."""
-        calls = [call for call in calls if call.kind is not Kind.TIMER]
-        if not calls:
-            return
-        routings = await self.publish(call_message(call, reply_to=reply_to) for call in calls)
-        if Routing.NO_ROUTE in routings:
-            lost = [call for call, routing in zip(calls, routings, strict=True) if routing is Routing.NO_ROUTE]
-            self._metrics.no_route.inc(len(lost))
-            log.warning("calls_had_no_route", peers=sorted({call.peer for call in lost}), call_count=len(lost))
-            for service in sorted({call.service for call in lost}):
-                answers = [_no_route(call, reply_to) for call in lost if call.service == service]
-                await (self.publish_home(answers, service) if reply_to is None else self.publish(answers))
+    async def drain(self) -> None:
+        """Wait until everything handed in so far was published or has failed."""
+        await self._is_idle.wait()
+
+    # --- what no row remembers ---
+
+    async def tell(self, messages: Iterable[Outgoing]) -> None:
+        """Publish answers that no row remembers. Where a queue refuses one it is tried a few times, then dropped.
+
+        Raises BrokerUnavailable.
+        """
+        left = [*messages]
+        for number in range(MOST_TRIES):
+            routings = await self.publish(left)
+            left = [each for each, routing in zip(left, routings, strict=True) if routing is Routing.REFUSED]
+            if not left:
+                return
+            if number == MOST_TRIES - 1 or not await self.pause(number):
+                break
+        self._metrics.answers_dropped.inc(len(left))
+        log.warning("answer_dropped", reply_to=[each.to[:64] for each in left], why="the reply queue refuses it")
+
+    async def pause(self, number: int) -> bool:
+        """Wait before the next try at something that is kept in RAM only, the longer the more there were. False, at
+        once: so many wait already that whatever they hold up must not wait for another.
+        """
+        if self._patience <= 0:
+            return False
+        self._patience -= 1
+        try:
+            await asyncio.sleep(pause_s(number))
+        finally:
+            self._patience += 1
+        return True
+
+    # --- calls ---
+
+    async def send_calls(self, calls: Sequence[Peer], *, reply_to: str | None = None) -> list[Peer]:
+        """Send calls and sends whose rows are committed. What has no route is answered or buried before it returns.
+
+        Gives back those that are not sent, as a queue refused them or their bodies are damaged.
+        """
+        leaving, damaged = _messages_of(calls, reply_to)
+        if not leaving:
+            return damaged
+        calls = [call for call, _ in leaving]
+        routings = await self.publish((message for _, message in leaving), is_named=True)
+        if Routing.NO_ROUTE not in routings and Routing.REFUSED not in routings:
+            return damaged
+        refused = [call for call, routing in zip(calls, routings, strict=True) if routing is Routing.REFUSED]
+        lost = [call for call, routing in zip(calls, routings, strict=True) if routing is Routing.NO_ROUTE]
+        if refused:
+            log.debug("calls_refused", peers=sorted({call.peer for call in refused}), call_count=len(refused))
+        return damaged + refused + (await self._answer_lost(lost, reply_to) if lost else [])
+
+    async def _answer_lost(self, lost: Sequence[Peer], reply_to: str | None) -> list[Peer]:
+        """Answer calls that had no route. Gives back those whose answer was refused: they are to be sent again."""
+        self._metrics.no_route.inc(len(lost))
+        log.warning("calls_had_no_route", peers=sorted({call.peer for call in lost}), call_count=len(lost))
+        refused: list[Peer] = []
+        for service in sorted({call.service for call in lost}):
+            calls = [call for call in lost if call.service == service]
+            answers = [_no_route(call, reply_to) for call in calls]
+            told = await (self.publish_home(answers, service) if reply_to is None else self.publish(answers))
+            refused += [call for call, routing in zip(calls, told, strict=True) if routing is Routing.REFUSED]
+        return refused
 
     async def cancel_calls(self, calls: Sequence[Peer], reason: str) -> None:
         """Tell peers that nobody waits any more; who has no control queue never hears it."""
         cancels = [cancel_message(call.call_id, call.peer, reason) for call in calls if call.kind is Kind.CALL]
         if cancels:
-            await self.publish(cancels)
+            await self.publish(cancels, is_named=True)
+
+
+def pause_s(number: int) -> float:
+    """How long to wait after so many tries at something that is kept in RAM only."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(number, 10))
+
+
+def _label(outgoing: Outgoing, *, is_named: bool) -> str:
+    return outgoing.to if is_named else REPLIES
+
+
+def _portions(batch: Sequence[Outgoing]) -> Iterator[Sequence[Outgoing]]:
+    """Cut a batch into what the broker is given at a time: it has so long for each, and holds each whole."""
+    first = size = 0
+    for place, outgoing in enumerate(batch):
+        size += len(outgoing.message.body)
+        if place > first and (place - first >= MOST_IN_BATCH or size > MOST_BYTES):
+            yield batch[first:place]
+            first, size = place, len(outgoing.message.body)
+    yield batch[first:] if first else batch
+
+
+def _messages_of(calls: Sequence[Peer], reply_to: str | None) -> tuple[list[tuple[Peer, Outgoing]], list[Peer]]:
+    """Calls as they leave, and those whose bodies were damaged in their rows. There is nothing to send of a timer."""
+    leaving: list[tuple[Peer, Outgoing]] = []
+    damaged: list[Peer] = []
+    for call in calls:
+        if call.kind is Kind.TIMER:
+            continue
+        try:
+            leaving.append((call, call_message(call, reply_to=reply_to)))
+        except CorruptBlob as error:
+            damaged.append(call)
+            log.error("call_body_damaged", task_id=str(call.task_id), key=call.key, peer=call.peer, reason=str(error))
+    return leaving, damaged
 
 
 def _no_route(call: Peer, reply_to: str | None) -> Outgoing:
@@ -180,19 +304,28 @@ def _no_route(call: Peer, reply_to: str | None) -> Outgoing:
 
 
 class Marks:
-    """Notes lazily which calls are known to be sent: only those still open after a second cost a write."""
+    """Notes lazily which calls are known to be sent: only those still open after a second cost a write.
+
+    And which are known not to be: the sweeper sends those soon. If that note is lost, it does so after a minute.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._sent: dict[CallId, float] = {}
+        self._refused: set[CallId] = set()
 
-    def add(self, calls: Iterable[Peer]) -> None:
+    def add(self, calls: Iterable[Peer], *, refused: Collection[Peer] = ()) -> None:
         now = time.monotonic()
-        self._sent.update((call.call_id, now) for call in calls if call.kind is not Kind.TIMER)
+        unsent = {call.call_id for call in refused}
+        self._refused |= unsent
+        self._sent.update(
+            (call.call_id, now) for call in calls if call.kind is not Kind.TIMER and call.call_id not in unsent
+        )
 
     def forget(self, call_id: CallId) -> None:
         """Its reply was claimed here: nobody will ask any more whether it was sent."""
         self._sent.pop(call_id, None)
+        self._refused.discard(call_id)
 
     async def run(self) -> None:
         while True:
@@ -202,11 +335,15 @@ class Marks:
     async def flush(self, *, older_than_s: float = 0.0) -> None:
         ripe_before = time.monotonic() - older_than_s
         ripe = [call_id for call_id, sent in self._sent.items() if sent <= ripe_before]
-        if not ripe:
+        refused, self._refused = self._refused, set()
+        if not ripe and not refused:
             return
         reach("before_mark")
         try:
-            await self._store.mark_sent(ripe)
+            if ripe:
+                await self._store.mark_sent(ripe)
+            if refused:
+                await self._store.resend_calls(sorted(refused), after=RESEND_AFTER)
         except StoreUnavailable as error:
             # Unmarked calls are sent again by the sweeper; sending twice is harmless.
             log.warning("marks_not_written", error=str(error), call_count=len(ripe))

@@ -28,11 +28,13 @@ from coatcheck.errors import (
     UsageError,
     WorkFailed,
 )
-from coatcheck.worker.settings import redacted
+from coatcheck.store.blobs import CorruptBlob
+from coatcheck.worker.shown import redacted_ends, redacted_start
 
 __all__ = ["CODES", "Code", "CodeInfo", "describe_codes", "problem", "problem_of", "traceback_of"]
 
 _LONGEST_DETAIL = 2_000
+_LONGEST_NAME = 200
 _LONGEST_TRACEBACK = 16_000
 
 
@@ -43,7 +45,10 @@ class Code(StrEnum):
     CANCELLED = "cancelled"
     CHECKPOINT_TOO_LARGE = "checkpoint_too_large"
     CRASHED_REPEATEDLY = "crashed_repeatedly"
+    DAMAGED_VALUE = "damaged_value"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     HANDLER_FAILED = "handler_failed"
+    HISTORY_TOO_LARGE = "history_too_large"
     IDENTITY_CONFLICT = "identity_conflict"
     INVALID_ARGUMENTS = "invalid_arguments"
     JOURNAL_MISMATCH = "journal_mismatch"
@@ -57,6 +62,7 @@ class Code(StrEnum):
     STEP_FAILED = "step_failed"
     TIMED_OUT = "timed_out"
     TOO_MANY_CALLS = "too_many_calls"
+    TOO_MANY_REQUESTERS = "too_many_requesters"
     UNAUTHORIZED = "unauthorized"
     UNAVAILABLE = "unavailable"
     UNEXPECTED_REPLY = "unexpected_reply"
@@ -94,8 +100,26 @@ CODES = MappingProxyType(
             False,
             "Look for memory or native crashes in the handler; the limit is COATCHECK_MAX_PICKUPS.",
         ),
+        Code.DAMAGED_VALUE: CodeInfo(
+            "A stored value cannot be read",
+            500,
+            False,
+            "Restore the row that `detail` names from a backup, or cancel the task; until then it is held.",
+        ),
+        Code.DEADLINE_EXCEEDED: CodeInfo(
+            "The requester had stopped waiting when its request was read",
+            504,
+            False,
+            "Look why requests wait so long, or allow them more time.",
+        ),
         Code.HANDLER_FAILED: CodeInfo(
             "The handler raised an exception", 500, True, "Read `exception` and `detail`; the task keeps the traceback."
+        ),
+        Code.HISTORY_TOO_LARGE: CodeInfo(
+            "The replies and step results of a task are over the size limit",
+            500,
+            False,
+            "Keep large values elsewhere and pass references, or raise COATCHECK_MAX_HISTORY.",
         ),
         Code.IDENTITY_CONFLICT: CodeInfo(
             "The same identity came with another body, or from another caller",
@@ -138,6 +162,12 @@ CODES = MappingProxyType(
         ),
         Code.TOO_MANY_CALLS: CodeInfo(
             "The task has too many open calls", 500, False, "Work in portions, or raise COATCHECK_MAX_FAN_OUT."
+        ),
+        Code.TOO_MANY_REQUESTERS: CodeInfo(
+            "As many requesters as may wait for one task do so",
+            429,
+            True,
+            "Ask again when the task has ended, or fetch its result by `task_id`.",
         ),
         Code.UNAUTHORIZED: CodeInfo(
             "The service does not accept the caller", 401, False, "Send a valid token in the header `authorization`."
@@ -221,11 +251,7 @@ def traceback_of(exc: BaseException) -> str:
     """
     captured = traceback.TracebackException.from_exception(exc, capture_locals=False, compact=True)
     _trim(captured)
-    text = redacted("".join(captured.format())).encode("utf-8", "backslashreplace").decode()
-    if len(text) <= _LONGEST_TRACEBACK:
-        return text
-    half = _LONGEST_TRACEBACK // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+    return _encodable(redacted_ends("".join(captured.format()), _LONGEST_TRACEBACK))
 
 
 def describe_codes() -> str:
@@ -245,6 +271,7 @@ _CODE_BY_TYPE: tuple[tuple[type[BaseException], Code], ...] = (
     (UnknownHandler, Code.UNKNOWN_HANDLER),
     (JournalMismatch, Code.JOURNAL_MISMATCH),
     (UsageError, Code.PROGRAM_ERROR),
+    (CorruptBlob, Code.DAMAGED_VALUE),
     (MalformedMessage, Code.MALFORMED_MESSAGE),
     (Unauthorized, Code.UNAUTHORIZED),
     (TransientError, Code.UNAVAILABLE),
@@ -271,7 +298,7 @@ def _cause_of(exc: BaseException) -> dict[str, str] | None:
         return None
     code = exc.code or (str(Code.TIMED_OUT) if isinstance(exc, CallTimedOut) else "")
     found = {"code": code, "exception": exc.type}
-    return {name: text for name, text in found.items() if text} or None
+    return {name: redacted_start(text, _LONGEST_NAME) for name, text in found.items() if text} or None
 
 
 def _text_of(exc: BaseException) -> str:
@@ -279,8 +306,11 @@ def _text_of(exc: BaseException) -> str:
         text = str(exc)
     except Exception:  # noqa: BLE001 - user code: a failing __str__ must not replace the failure it describes
         return f"({type(exc).__name__} has no text: its __str__ raises)"
-    text = redacted(text).encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= _LONGEST_DETAIL else text[:_LONGEST_DETAIL] + "…"
+    return _encodable(redacted_start(text, _LONGEST_DETAIL))
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _trim(captured: traceback.TracebackException) -> None:

@@ -6,15 +6,15 @@ Nothing survives the process but the original, which is redelivered and runs fro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
-
-import structlog
 
 from coatcheck.broker.bodies import Limits
 from coatcheck.broker.port import Delivery
 from coatcheck.broker.wire import ReplyKind, parse_reply
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, StoreUnavailable
+from coatcheck.log import get_logger
 from coatcheck.store.blobs import encode
 from coatcheck.store.rows import (
     Birth,
@@ -24,6 +24,7 @@ from coatcheck.store.rows import (
     Committed,
     Kind,
     NewCall,
+    Peer,
     Put,
     PutDone,
     PutRefused,
@@ -33,11 +34,12 @@ from coatcheck.store.rows import (
 )
 from coatcheck.worker.live import Live
 from coatcheck.worker.messages import peer_of_new, to_blob
+from coatcheck.worker.outbox import pause_s
 from coatcheck.worker.problems import problem
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.store_host import StoreHost
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class RamCalls:
@@ -85,6 +87,7 @@ class RamHost:
         self._seq = 0
         self._open: dict[CallId, NewCall] = {}
         self._alarms: dict[CallId, list[asyncio.TimerHandle]] = {}
+        self._sending: set[asyncio.Task[None]] = set()
         self._teller = StoreHost(live, runtime)
 
     @property
@@ -122,20 +125,42 @@ class RamHost:
 
     async def close(self) -> None:
         """The run has ended: nobody waits for its leftovers."""
+        for task in self._sending:
+            task.cancel()
         for call_id in list(self._open):
             await self._give_up(call_id, "its task ended")
 
     async def _publish(self, opens: tuple[NewCall, ...]) -> None:
-        live, app = self._live, self._runtime.app
+        live, service, now = self._live, self._runtime.app.service, self._runtime.store.now()
         calls = [
-            peer_of_new(call, task_id=live.task_id, service=app.service, traceparent=live.traceparent) for call in opens
+            peer_of_new(call, now, task_id=live.task_id, service=service, traceparent=live.traceparent)
+            for call in opens
         ]
+        refused = await self._send(calls)
+        # Nothing waits for a send, so the task must not end before it left. Calls are waited for, and have their times.
+        later = [call for call in refused if call.kind is Kind.CALL]
+        if later:
+            task = asyncio.create_task(self._send_until_taken(later), name="refused-calls")
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+        await self._send_until_taken([call for call in refused if call.kind is not Kind.CALL])
+
+    async def _send(self, calls: Sequence[Peer]) -> list[Peer]:
         while True:
             try:
                 return await self._runtime.outbox.send_calls(calls, reply_to=self._runtime.private_queue)
             except BrokerUnavailable as error:
                 log.warning("calls_not_sent", error=str(error), call_count=len(calls))
                 await asyncio.sleep(1.0)
+
+    async def _send_until_taken(self, refused: Sequence[Peer]) -> None:
+        """Send what a queue refused until it takes it, or the call is over."""
+        for number in itertools.count():
+            refused = [call for call in refused if call.kind is not Kind.CALL or call.call_id in self._open]
+            if not refused:
+                return
+            await asyncio.sleep(pause_s(number))
+            refused = await self._send(refused)
 
     def _next_seq(self) -> int:
         self._seq += 1
@@ -184,8 +209,10 @@ class RamHost:
             await self._cancel_peer(call, reason)
 
     async def _cancel_peer(self, call: NewCall, reason: str) -> None:
-        live, app = self._live, self._runtime.app
-        peer = peer_of_new(call, task_id=live.task_id, service=app.service, traceparent=live.traceparent)
+        live, runtime = self._live, self._runtime
+        peer = peer_of_new(
+            call, runtime.store.now(), task_id=live.task_id, service=runtime.app.service, traceparent=live.traceparent
+        )
         try:
             await self._runtime.outbox.cancel_calls([peer], reason)
         except BrokerUnavailable as error:

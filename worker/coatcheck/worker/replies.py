@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-import structlog
 from prometheus_client import Counter
 from structlog.contextvars import bind_contextvars
 
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.broker.wire import Reply, ReplyKind, parse_reply
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected
+from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import encode
 from coatcheck.store.rows import Arrival, CallId, CallState, Ruling, TaskId, TaskState, Verdict, Wake
@@ -35,7 +35,7 @@ from coatcheck.worker.problems import problem
 from coatcheck.worker.resending import send_unsent
 from coatcheck.worker.runtime import Runtime
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 OVERFLOW_LEASE = timedelta(seconds=2)
 _KINDS = {

@@ -7,32 +7,36 @@ which knows whether the work is done, waits, runs elsewhere, or kills its worker
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import structlog
 from structlog.contextvars import bind_contextvars
 
 from coatcheck.broker import wire
 from coatcheck.broker.port import Delivery
 from coatcheck.broker.topology import takes_replies
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected, TransientError, Unauthorized
+from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.births import REQUEST_TRIGGER
-from coatcheck.store.rows import Address, Birth, Caller, Request, Ruling, TaskId, Verdict
+from coatcheck.store.rows import MOST_ADDRESSES, Address, Birth, Caller, Request, Ruling, Task, TaskId, Verdict, Wake
+from coatcheck.store.sweeps import Renewal
 from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.callers import digest_with, find_caller
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.live import Live, live_from_task
-from coatcheck.worker.messages import address_of, birth_of, errors, final_messages, task_id_of
-from coatcheck.worker.problems import problem, problem_of
-from coatcheck.worker.resending import send_unsent
+from coatcheck.worker.messages import address_of, birth_of, deadline_of, errors, task_id_of
+from coatcheck.worker.problems import cancelled_problem, problem, problem_of
+from coatcheck.worker.resending import answer_one, send_unsent
 from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.work import CLOCKS_DIFFER
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 LONGEST_UNKNOWN_CALLER_PAUSE_S = 60.0
 """How long a request is held whose caller the app cannot make out now, before it goes back to its queue."""
@@ -45,11 +49,11 @@ class Requests:
         self._runtime = runtime
         self._executor = executor
 
-    async def handle(self, delivery: Delivery, *, is_known: bool = False, is_in_doubt: bool = False) -> None:
+    async def handle(self, delivery: Delivery, *, left_by: Live | None = None) -> None:
         """See one request through to its ack; a failure of ours leaves it to be redelivered.
 
-        `is_known`: its task has a row, so the rows are asked before anything runs. `is_in_doubt`: and they may have
-        been written by us, so they are asked as if the request had come back.
+        `left_by`: a run of this process held the request and has not settled it. Its caller is known, and the rows are
+        asked before anything runs.
         """
         reach("request_received")
         try:
@@ -61,14 +65,14 @@ class Requests:
             await bury(self._runtime, delivery, error, tell=(document, told))
             return
         try:
-            await self._handle(delivery, request, is_known=is_known, is_in_doubt=is_in_doubt)
+            await self._handle(delivery, request, left_by)
         except Rejected as error:
             await bury(self._runtime, delivery, MalformedMessage(error.code, str(error)))
         except BrokerUnavailable as error:
             log.warning("request_interrupted", error=str(error))
             delivery.requeue()
 
-    async def _handle(self, delivery: Delivery, request: wire.Request, *, is_known: bool, is_in_doubt: bool) -> None:
+    async def _handle(self, delivery: Delivery, request: wire.Request, left_by: Live | None) -> None:
         runtime = self._runtime
         task_id = task_id_of(runtime.app.service, request.identity)
         handler = runtime.app.find_handler(request.handler)
@@ -80,9 +84,10 @@ class Requests:
             trace_id=tracing.trace_id_of(request.traceparent),
         )
         try:
-            caller = None if runtime.app.identify is None else await self._find_caller(delivery, request, task_id)
+            caller = await self._find_caller(delivery, left_by)
         except Unauthorized as error:
-            await self._refuse_caller(delivery, request, task_id, error)
+            if not (delivery.is_redelivered and await self._leave_to_its_task(delivery, request, task_id)):
+                await self._refuse_caller(delivery, request, task_id, error)
             return
         except TransientError as error:
             log.warning("caller_not_known_now", exception=type(error).__name__)
@@ -99,12 +104,23 @@ class Requests:
             version=runtime.app.version,
             caller=caller,
         )
+        # Before a live run is looked for: what is found of that must not be old.
+        is_over = request.deadline is not None and request.deadline < runtime.store.now() - CLOCKS_DIFFER
+        is_known = left_by is not None or ((request.keep or is_over) and await self._has_row(task_id))
         live = runtime.lives.find(task_id)
+        is_cancelled = not runtime.uses_store and runtime.lives.was_cancelled(task_id)
+        if (is_over or is_cancelled) and not is_known and live is None:
+            await (self._refuse_cancelled if is_cancelled else self._refuse_late)(delivery, make_birth())
+            return
         if live is not None and self._joins(delivery, make_birth(), live):
             return
         if live is not None and not live.has_row and live.digest != digest_with(request.digest, caller):
             await self._refuse_conflict(delivery, make_birth())
-        elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, handler)):
+        elif live is not None and not live.has_row and not live.is_settled:
+            await self._refuse_crowd(delivery, make_birth())
+        elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, task_id, handler)):
+            # In doubt, the row may be the run's own: it is asked for as if the request had come back.
+            is_in_doubt = left_by is not None and left_by.is_in_doubt and delivery is left_by.trigger
             # A run alive in this process needs nobody to take it over.
             is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or live.is_settled)
             await self._accept(delivery, make_birth(), is_redelivered=is_lost)
@@ -116,9 +132,17 @@ class Requests:
             if fresh.followers or not is_ours:
                 await self._pass_on(fresh, delivery, is_ours=is_ours)
 
-    def _is_suspect(self, delivery: Delivery, handler: Handler | None) -> bool:
+    def _is_suspect(self, delivery: Delivery, task_id: TaskId, handler: Handler | None) -> bool:
         """Whether the rows are asked before anything runs."""
-        return delivery.is_redelivered or handler is None or handler.is_deduplicated
+        is_known = delivery.is_redelivered or self._runtime.lives.was_cancelled(task_id)
+        return is_known or handler is None or handler.is_deduplicated
+
+    async def _has_row(self, task_id: TaskId) -> bool:
+        """A plain look, for a request whose result was to be kept. `preferred` does without while Postgres is away."""
+        runtime = self._runtime
+        if not runtime.uses_store or (runtime.may_use_ram and not runtime.gate.is_open):
+            return False
+        return await runtime.gate.insist(lambda _: runtime.store.find_task(task_id)) is not None
 
     def _takes_replies(self, queue: str) -> bool:
         """Whether we may be made to publish there. Our own replies queue takes them: a service may call itself."""
@@ -130,28 +154,72 @@ class Requests:
         if reply_to is not None and not self._takes_replies(reply_to):
             raise MalformedMessage("bad_reply_to", f"reply_to {reply_to[:64]!r} is no queue for replies")
 
-    async def _find_caller(self, delivery: Delivery, request: wire.Request, task_id: TaskId) -> Caller | None:
+    async def _find_caller(self, delivery: Delivery, left_by: Live | None) -> Caller | None:
         """Who asks. Raises Unauthorized; TransientError if the app cannot tell now."""
         runtime = self._runtime
-        try:
-            return await find_caller(runtime.app.identify, delivery.message, runtime.limits)
-        except Unauthorized:
-            # A token may have expired since the request was accepted. What was accepted stays so, for the same message.
-            accepted = await self._find_accepted(task_id)
-            if accepted is None or not _is_accepted(request, *accepted):
-                raise
-            return accepted[0]
+        if runtime.app.identify is None:
+            return None
+        if left_by is not None:
+            return left_by.caller  # the request was accepted from this subject, or it would not have joined the run
+        return await find_caller(runtime.app.identify, delivery.message, runtime.limits)
 
-    async def _find_accepted(self, task_id: TaskId) -> tuple[Caller | None, bytes, tuple[Address, ...]] | None:
-        """The caller, digest and addresses of a task that runs here or has a row; None: nobody accepted it yet."""
+    async def _leave_to_its_task(self, delivery: Delivery, request: wire.Request, task_id: TaskId) -> bool:
+        """Settle a request that came back, was accepted before, and whose token is not valid any more.
+
+        False: it was not accepted before, as far as a live run or a row tells. The broker alone says that it came back,
+        but not from whom: it may be a copy that a stranger sent. So it begins nothing, takes no run over and tells
+        nobody but the addresses of the task. Its task goes on as after a lost lease.
+        """
         runtime = self._runtime
         live = runtime.lives.find(task_id)
         if live is not None and not live.has_row:
-            return live.caller, live.digest, live.addresses
-        if not runtime.uses_store:
-            return None
-        task = await runtime.gate.insist(lambda _: runtime.store.find_task(task_id))
-        return None if task is None else (task.caller, task.digest, task.addresses)
+            is_ours = live.trigger is not None and live.trigger.is_lost and not live.is_settled
+            if not is_ours or not _is_accepted(request, live.caller, live.digest, live.addresses):
+                return False
+            log.info("request_reattached")
+            live.attach(delivery)
+            return True
+        task = await runtime.gate.insist(lambda _: runtime.store.find_task(task_id)) if runtime.uses_store else None
+        if task is None or not _is_accepted(request, task.caller, task.digest, task.addresses):
+            return False
+        await self._wake(delivery, task)
+        return True
+
+    async def _wake(self, delivery: Delivery, task: Task) -> None:
+        """Run a task whose lease is over; of any other send what is unsent, and let the lease alone look after it."""
+        runtime, wake = self._runtime, Wake(task.task_id, task.epoch, True, task.service)
+        asked_s = time.monotonic()
+        ruling = await runtime.gate.insist(lambda _: runtime.store.resume(wake))
+        await send_unsent(runtime, ruling)
+        if ruling.verdict is Verdict.GRANTED:
+            assert ruling.task is not None
+            runtime.metrics.picked_up.labels("redelivered").inc()
+            live = live_from_task(
+                ruling.task,
+                ruling.history,
+                handler=runtime.app.find_handler(task.handler),
+                trigger=delivery,
+                asked_s=asked_s,
+                trigger_name=f"resume:{task.epoch}:{task.task_id}",
+            )
+            await self._executor.execute(live, is_resume=True)
+            return
+        if ruling.verdict is Verdict.EARLY:
+            await self._detach(task)
+        log.info("request_known", verdict=ruling.verdict.value, is_token_valid=False)
+        runtime.metrics.duplicates.inc()
+        delivery.ack()
+
+    async def _detach(self, task: Task) -> None:
+        """Note in a running row that no unacked request stands behind its run any more: the sweeper sees to its end."""
+        runtime, renewal = self._runtime, Renewal(task.task_id, task.epoch)
+        while True:
+            _, busy = await runtime.gate.insist(
+                lambda _: runtime.store.renew([renewal], lease=runtime.settings.lease, detaches=True)
+            )
+            if not busy:
+                return
+            await asyncio.sleep(random.uniform(0.02, 0.1))
 
     async def _refuse_caller(
         self, delivery: Delivery, request: wire.Request, task_id: TaskId, error: Unauthorized
@@ -163,16 +231,18 @@ class Requests:
             return
         log.warning("request_unauthorized")
         address = Address(request.reply_to, request.correlation_id)
-        await self._runtime.outbox.publish(errors(task_id, document, (address,), traceparent=request.traceparent))
+        await self._runtime.outbox.tell(errors(task_id, document, (address,), traceparent=request.traceparent))
         delivery.ack()
 
     def _joins(self, delivery: Delivery, birth: Birth, live: Live) -> bool:
         """A request whose task runs in this very process: come back, or a duplicate that waits for the same end."""
-        is_same = live.has_row or live.digest == birth.digest
+        is_same = live.digest == birth.digest
         address = birth.address
         is_known = address is None or address in live.addresses
         if live.is_settled or not is_same or (live.has_row and not is_known):
             return False  # a row knows its duplicates and their addresses
+        if not is_known and len(live.addresses) >= MOST_ADDRESSES:
+            return False
         if delivery.is_redelivered and is_known and live.trigger_name == REQUEST_TRIGGER:
             log.info("request_reattached")
             live.attach(delivery)
@@ -186,17 +256,15 @@ class Requests:
         return True
 
     async def _pass_on(self, live: Live, origin: Delivery, *, is_ours: bool) -> None:
-        """Let the rows answer what the run has left: duplicates, and if somebody was first the request itself.
+        """Let the rows answer what the run has left: duplicates, and the request itself if another replica was first.
 
-        To each copy of the request by itself, as each may have come from somebody else.
+        To each copy of the request by itself, as each may want its answer elsewhere.
         """
         left = live.followers if is_ours else [*live.deliveries(), *live.followers]
         try:
             for delivery in left:
                 if not delivery.is_settled:
-                    await self.handle(
-                        delivery, is_known=True, is_in_doubt=live.is_in_doubt and delivery is live.trigger
-                    )
+                    await self.handle(delivery, left_by=live)
         except BaseException:
             live.requeue(all_but=origin)
             raise
@@ -221,6 +289,7 @@ class Requests:
             renewed_s=now_s,
             make_birth=make_birth,
             caller=caller,
+            deadline_at=deadline_of(request),
             keeps_result=request.keep,
             version=self._runtime.app.version,
         )
@@ -247,6 +316,9 @@ class Requests:
             case Verdict.CONFLICT:
                 await self._refuse_conflict(delivery, birth)
                 return
+            case Verdict.CROWDED:
+                await self._refuse_crowd(delivery, birth)
+                return
             case Verdict.FINISHED:
                 await self._answer_again(ruling, birth)
             case verdict:
@@ -260,19 +332,50 @@ class Requests:
         log.info("request_answered_again", state=ruling.task.state.value)
         was_just_sent = ruling.unsent.is_final_unsent and birth.address in ruling.task.addresses
         if birth.address is not None and not was_just_sent:
-            await self._runtime.outbox.publish(final_messages(ruling.task, birth.address))
+            await answer_one(self._runtime, ruling.task, birth.address)
 
     async def _refuse_conflict(self, delivery: Delivery, birth: Birth) -> None:
         detail = (
             f"a request with identity {birth.identity!r} came before with another body, or from another caller; "
             "give each its own cc-id"
         )
-        document = problem("identity_conflict", detail=detail, task_id=str(birth.task_id))
         if birth.address is None:
             await bury(self._runtime, delivery, MalformedMessage("identity_conflict", detail))
             return
         log.warning("identity_conflict", identity=birth.identity)
-        await self._runtime.outbox.publish(
+        await self._refuse(delivery, birth, problem("identity_conflict", detail=detail, task_id=str(birth.task_id)))
+
+    async def _refuse_crowd(self, delivery: Delivery, birth: Birth) -> None:
+        detail = (
+            f"{MOST_ADDRESSES} requesters wait for this task, and no more are answered; "
+            "ask again when it has ended, or fetch its result by its task_id"
+        )
+        log.warning("too_many_requesters", limit=MOST_ADDRESSES)
+        await self._refuse(delivery, birth, problem("too_many_requesters", detail=detail, task_id=str(birth.task_id)))
+
+    async def _refuse_late(self, delivery: Delivery, birth: Birth) -> None:
+        """Do nothing for a requester that has stopped waiting before its request was read. There is no row, no task."""
+        assert birth.deadline_at is not None
+        detail = f"the request was read after its deadline, {birth.deadline_at.isoformat()}, and was not run"
+        log.warning("deadline_exceeded", deadline=birth.deadline_at.isoformat())
+        if birth.address is None:
+            await bury(self._runtime, delivery, MalformedMessage("deadline_exceeded", detail))
+            return
+        await self._refuse(delivery, birth, problem("deadline_exceeded", detail=detail, task_id=str(birth.task_id)))
+
+    async def _refuse_cancelled(self, delivery: Delivery, birth: Birth) -> None:
+        """Without rows there is no tombstone to answer for a task whose cancel came first: whoever heard of it does."""
+        log.info("task_cancelled")
+        self._runtime.metrics.finished.labels("cancelled").inc()
+        if birth.address is None:
+            delivery.ack()
+            return
+        await self._refuse(delivery, birth, cancelled_problem(birth.task_id, None))
+
+    async def _refuse(self, delivery: Delivery, birth: Birth, document: dict[str, Any]) -> None:
+        """Answer this copy of a request alone; its task goes on."""
+        assert birth.address is not None
+        await self._runtime.outbox.tell(
             errors(birth.task_id, document, (birth.address,), traceparent=birth.traceparent)
         )
         delivery.ack()

@@ -1,6 +1,7 @@
 """When to try again, and how long to wait first: the policy of a task, a step or a call.
 
-A policy decides only; the delay itself is a row (a retry time or a timer), so it outlives the process.
+A policy decides only. The delay of a task or a call is a row (a retry time or a timer), so it outlives the process; the
+delay of a step is slept in RAM.
 """
 
 from __future__ import annotations

@@ -23,10 +23,9 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 from uuid import UUID
 
-import structlog
-
 from coatcheck.errors import JournalMismatch, UsageError
-from coatcheck.store import blobs
+from coatcheck.log import get_logger
+from coatcheck.store.blobs import CorruptBlob
 from coatcheck.store.rows import Caller, Changes, Group, History, Kind, NewEntry, Recorded
 from coatcheck.worker import classify
 from coatcheck.worker.classify import Waiting
@@ -46,7 +45,7 @@ from coatcheck.worker.host import (
     Raised,
     Superseded,
 )
-from coatcheck.worker.keys import Entry, Wanted
+from coatcheck.worker.keys import Entry, Wanted, value_of
 from coatcheck.worker.ledger import Ledger
 from coatcheck.worker.steps import Steps
 from coatcheck.worker.timers import Timers
@@ -66,13 +65,16 @@ from coatcheck.worker.work import StepWork
 
 __all__ = ["Run"]
 
-_log = structlog.get_logger("coatcheck.run")
+_log = get_logger("coatcheck.run")
 
 MAYBE_S = 0.01
 """How long a run whose branches wait for locks must be quiet before it counts as blocked."""
 
 HELD_FLUSH_S = 1.0
 """After how long the new calls of a run that something else keeps in RAM are sent."""
+
+HELD_LONG_S = 30.0
+"""After how long a run is worth a warning that could be parked but for a line of its handler."""
 
 UNWIND_S = 5.0
 """How long cleanup may take when a run is put down."""
@@ -96,14 +98,15 @@ class Run:
     def __init__(
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
         invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, host: Host,
-        caller: Caller | None = None, defaults: CallDefaults | None = None, log: Any = None,
-        now: Callable[[], datetime] | None = None,
+        caller: Caller | None = None, deadline_at: datetime | None = None,
+        defaults: CallDefaults | None = None, log: Any = None, now: Callable[[], datetime] | None = None,
     ) -> None:  # fmt: skip
         self.task_id = task_id
         self.identity = identity
         self.attempt = attempt
         self.version = version
         self.caller = caller
+        self.deadline_at = deadline_at
         self.defaults = defaults or CallDefaults()
         self.now = now or partial(datetime.now, UTC)
         self.log = _log if log is None else log
@@ -177,6 +180,10 @@ class Run:
                 self._root.cancel(reason)
                 self.timers.set("cancel", UNWIND_S, lambda: self._rule(Cancelled(reason)))
 
+    def lines(self) -> list[str]:
+        """The lines of the handler that its branches stand at."""
+        return [classify.lines_of(driver) for driver in self.tracker.live]
+
     @property
     def last_seq(self) -> int:
         """The highest sequence number this run has taken in. It does not change while a commit is in flight."""
@@ -237,7 +244,10 @@ class Run:
         return self.ledger.freeze(waits)
 
     def _learn(self, news: Sequence[Recorded]) -> None:
-        self.ledger.learn(news)
+        try:
+            self.ledger.learn(news)
+        except CorruptBlob as error:
+            self._rule(Held(error))
         if self._root is not None:
             self.tracker.poke()
 
@@ -369,6 +379,8 @@ class Run:
                 self.tracker.poke()
             else:
                 self._decide(Waiting.BLOCKED if is_all_durable else self._classify())
+        except (CorruptBlob, JournalMismatch) as error:
+            self._rule(Held(error))
         except Exception as error:  # noqa: BLE001 - in a callback it would only be logged, and the run would hang
             self._rule(error)
 
@@ -413,6 +425,24 @@ class Run:
                 self._warn_once("long_sleep_holds_run", line=classify.lines_of(driver), delay_s=delay_s, fix=fix)
         if self.ledger.opens or self.ledger.closes:
             self.timers.set("held", HELD_FLUSH_S, self._request_commit)
+        if self.tracker.durable_count:
+            self.timers.set("held_long", HELD_LONG_S, partial(self._report_held, self._held_waits()))
+
+    def _held_waits(self) -> dict[Driver, Any]:
+        """The branches that wait for something that is not durable, and what for."""
+        return {each: each.waits_on for each in self.tracker.live if classify.classify(each) is Waiting.HELD}
+
+    def _report_held(self, before: Mapping[Driver, Any]) -> None:
+        """Say which lines have kept the run in RAM all the time, although another branch of it waits durably."""
+        if self.is_stopping:
+            return
+        held = self._held_waits()
+        lines = [classify.lines_of(driver) for driver, future in held.items() if before.get(driver) is future]
+        if lines:
+            fix = "a step (`ctx.step`) for what is outside; asyncio.TaskGroup or gather for branches that wait durably"
+            self._warn_once("run_held_in_ram", lines=lines, held_s=HELD_LONG_S, fix=fix)
+        else:
+            self.tracker.poke()  # other lines now: look again
 
     def _on_blocked(self) -> None:
         """All branches wait for something durable, for steps, or for each other."""
@@ -437,7 +467,7 @@ class Run:
         if moves != self.tracker.moves:
             self.tracker.poke()  # it has moved since; look again
             return
-        lines = [classify.lines_of(driver) for driver in self.tracker.live]
+        lines = self.lines()
         fix = "these branches wait for each other, or for nobody"
         self._warn_once("handler_waits_for_nothing", lines=lines, fix=fix)
 
@@ -481,7 +511,7 @@ class Run:
             self._warn_once("recorded_arguments_differ", key=key, fix="the recorded result is used, as key= asks for")
         return key, entry
 
-    def _hold(self, error: JournalMismatch) -> NoReturn:
+    def _hold(self, error: JournalMismatch | CorruptBlob) -> NoReturn:
         driver = current_driver()
         if driver is not None:
             driver.is_unwound = True  # it gets its PutDown here
@@ -498,7 +528,10 @@ class Run:
         """The value under `key`; made now, and recorded with the next commit, if there is none."""
         entry = self.ledger.journal.read(key)
         if isinstance(entry, Recorded):
-            value: T = blobs.decode(entry.value, kind)
+            try:
+                value: T = value_of(entry, kind)
+            except CorruptBlob as error:
+                self._hold(error)
             return value
         made = make()
         if not self.is_stopping:
@@ -518,7 +551,7 @@ class Run:
     def wait(self, wait: Wait) -> Generator[Any, Any, None]:
         """Suspend the branch until the wait is over. A cancel from the user's side gives its open slots up."""
         try:
-            if self.ledger.enlist(wait, is_alone=len(self.tracker.live) == 1):
+            if self._enlist(wait):
                 return
             wait.future = Durable(self.tracker.loop, wait)
             yield from wait.future
@@ -527,6 +560,12 @@ class Run:
             raise
         finally:
             self.ledger.strike(wait)
+
+    def _enlist(self, wait: Wait) -> bool:
+        try:
+            return self.ledger.enlist(wait, is_alone=len(self.tracker.live) == 1)
+        except (CorruptBlob, JournalMismatch) as error:
+            self._hold(error)
 
     def give_up(self, wait: Wait) -> None:
         """Close what is still open of a wait: steps are cut off, calls never sent are dropped, the rest is closed."""
@@ -544,7 +583,9 @@ class Run:
 
 
 def _timeout_error(name: str, driver: Driver) -> UsageError:
-    return UsageError(
+    error = UsageError(
         f"{name} around durable work has a timer that nothing records, so a replay could take another turn. "
-        f"Use `async with asyncio.timeout(...)`, or ctx.call(..., timeout=...). At {classify.lines_of(driver)}"
+        "Use `async with asyncio.timeout(...)`, or ctx.call(..., timeout=...)"
     )
+    error.add_note(f"At {classify.lines_of(driver)}")  # not in the text: that is sent
+    return error

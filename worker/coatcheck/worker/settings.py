@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Protocol, Self, TypeVar, get_type_hints
 from urllib.parse import urlsplit
 
 from coatcheck.broker.topology import SWEEPER_QUEUE
 from coatcheck.errors import InvalidSettings
+from coatcheck.worker.shown import redacted
 
 __all__ = [
     "ENVIRONMENT",
@@ -195,9 +197,26 @@ class Url:
     schemes: tuple[str, ...]
 
     def parse(self, value: object) -> str:
-        if not isinstance(value, str) or urlsplit(value.strip()).scheme.lower() not in self.schemes:
-            raise ValueError(f"must be a URL that begins with {' or '.join(f'{each}://' for each in self.schemes)}")
-        return value.strip()
+        """Take an address, or `@` and the name of a file that has one and nothing else, such as a Docker secret."""
+        is_file = isinstance(value, str) and value.strip().startswith("@")
+        url = _read_address(value.strip()[1:]) if isinstance(value, str) and is_file else value
+        if not isinstance(url, str) or urlsplit(url.strip()).scheme.lower() not in self.schemes:
+            kinds = " or ".join(f"{each}://" for each in self.schemes)
+            raise ValueError(f"{'the file must have' if is_file else 'must be'} a URL that begins with {kinds}")
+        return url.strip()
+
+
+def _read_address(path: str) -> str:
+    """Read the only line of a file. What it says, if it is no address, is never shown."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_LONGEST_ADDRESS + 1).decode()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"the file cannot be read: {reason}") from None
+    if len(text) > _LONGEST_ADDRESS or len(text.split()) > 1:
+        raise ValueError("the file must have one line, with a URL and nothing else")
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -249,11 +268,19 @@ class Settings:
         Duration("after it a run's message is acknowledged; the run keeps its lease", 100 * _MS, timedelta(minutes=25)),
     ] = timedelta(minutes=5)
     grace: Annotated[timedelta, Duration("time a stopping process has to put its runs down")] = timedelta(seconds=30)
-    max_pickups: Annotated[int, Count("attempts of a task whose runs end with their process", 1, 1000)] = 5
+    max_pickups: Annotated[
+        int, Count("runs of a task that end with their process, before it fails; never fewer than 3", 1, 1000)
+    ] = 5
+    hold_unknown: Annotated[
+        timedelta, Duration("how long a request waits for code that has its handler, before it fails")
+    ] = _HOUR
 
     max_body: Annotated[int, Size("largest message body, in bytes", _KIB, 128 * _MIB)] = _MIB
     max_depth: Annotated[int, Count("deepest nesting of a message body", 4, 400)] = 64
     max_fan_out: Annotated[int, Count("open calls of one task", 1, 1_000_000)] = 10_000
+    max_history: Annotated[int, Size("bytes of all replies and step results of one task", _KIB, 4096 * _MIB)] = (
+        64 * _MIB
+    )
     checkpoint_warn: Annotated[int, Size("bytes of a checkpoint that are worth a warning", 1, 1024 * _MIB)] = 256 * _KIB
     checkpoint_refuse: Annotated[int, Size("bytes of a checkpoint that fail its task", _KIB, 1024 * _MIB)] = 2 * _MIB
 
@@ -285,6 +312,9 @@ class Settings:
         LogFormat | None, Choice("json or console; unset: json unless stderr is a terminal", LogFormat)
     ] = None
     log_level: Annotated[LogLevel, Choice("lowest level that is written", LogLevel)] = LogLevel.INFO
+    log_tracebacks: Annotated[
+        bool, Flag("log the tracebacks of handlers that fail; their texts may tell what is in a body")
+    ] = False
 
     def __post_init__(self) -> None:
         for name in _RULES:
@@ -331,23 +361,21 @@ class Settings:
         values = {name: getattr(self, name) for name in _RULES}
         return {name: str(it).lower() if isinstance(it, bool) else _printable(it) for name, it in values.items()}
 
+    def describe_changed(self) -> dict[str, object]:
+        """Return the settings that differ from the defaults, as `describe` shows them."""
+        usual = dataclasses.replace(_DEFAULTS, request_prefetch=self.concurrency).describe()
+        return {name: value for name, value in self.describe().items() if value != usual[name]}
+
     def __repr__(self) -> str:
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.describe().items())})"
 
 
-_SECRET_IN_URL = re.compile(r"://([^:/?#\s@]*):\S{0,4096}@")
-_SECRET_PARAMETER = re.compile(r"(?i)\b(password|passwd|pwd|sslpassword|secret|token|api_key)=[^&\s'\"]+")
+def has_password(address: str) -> bool:
+    """Tell whether an address has a secret in it that others could read where it is written."""
+    return redacted(address) != address
 
 
-def redacted(text: str) -> str:
-    """Return `text` with the passwords of its URLs replaced by ***. When in doubt it hides too much."""
-    if "://" in text:
-        text = _SECRET_IN_URL.sub(r"://\1:***@", text)
-    if "=" in text:
-        text = _SECRET_PARAMETER.sub(r"\1=***", text)
-    return text
-
-
+_LONGEST_ADDRESS = 16_384
 _SIZE_UNITS = {"": 1, "b": 1, "k": _KIB, "kb": _KIB, "kib": _KIB, "m": _MIB, "mb": _MIB, "mib": _MIB}
 _TIME_UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -361,7 +389,8 @@ def _checked(name: str, value: object, *, label: str) -> object:
         return rule.parse(value)
     except ValueError as error:
         # What is not even a URL has its password where nobody looks for one.
-        is_hidden = isinstance(rule, Url) and "@" in str(value) and "://" not in str(value)
+        written = str(value).strip()
+        is_hidden = isinstance(rule, Url) and "@" in written[1:] and "://" not in written
         shown = "***" if is_hidden else _printable(value)
         raise InvalidSettings(f"{label}={shown}: {error}") from None
 
@@ -415,6 +444,8 @@ _RULES: Mapping[str, Rule] = {
     name: _rule_of(name, hint) for name, hint in get_type_hints(Settings, include_extras=True).items()
 }
 _OPTIONAL = frozenset(each.name for each in dataclasses.fields(Settings) if each.default is None)
+
+_DEFAULTS = Settings()
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType({_variable(name): rule.about for name, rule in _RULES.items()})
 """Every variable a process of ours reads, and what it is for."""

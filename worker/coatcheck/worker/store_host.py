@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import structlog
 from msgspec.structs import replace
 
 from coatcheck.broker.port import Outgoing
 from coatcheck.broker.wire import Progress, make_progress
 from coatcheck.errors import BrokerUnavailable, CheckpointRefused, StoreUnavailable
+from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import unpacked_size
 from coatcheck.store.rows import (
@@ -46,7 +46,7 @@ from coatcheck.worker.live import Live
 from coatcheck.worker.messages import peer_of_new
 from coatcheck.worker.runtime import Runtime
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 LONGEST_PROGRESS = 500
 """Characters of a progress message that travel and are kept; it is for people."""
@@ -96,7 +96,7 @@ class StoreHost:
             # This one began without its journal: let another begin with it.
             live.is_in_doubt = True
             raise Superseded
-        live.make_birth = None
+        live.make_birth, live.row_digest = None, ruling.task.digest
         live.epoch, live.checkpoint, live.seen = ruling.task.epoch, ruling.task.checkpoint, ruling.task.seq
         live.pickups = ruling.task.pickups
         live.renewed_s = asked_s
@@ -105,6 +105,8 @@ class StoreHost:
         """Record, then publish. With `waits` the task is parked unless a reply that met a group is already in."""
         lease = self._runtime.settings.lease
         done = await self.put(changes, Going(lease) if changes.waits is None else Park(changes.waits, lease))
+        if done.news:
+            self.check_history()
         await self.send(changes.opens, done.cancels)
         return Committed(done.is_parked, done.news)
 
@@ -159,7 +161,8 @@ class StoreHost:
                 self._runtime.metrics.fenced.inc()
                 live.is_fenced = live.has_row
                 raise Superseded
-            live.make_birth = None
+            if put.birth is not None:
+                live.make_birth, live.row_digest = None, put.birth.digest
             live.open_calls.update(opened)
             live.open_calls.difference_update(changes.closes)
             live.open_calls.difference_update(news.call_id for news in answer.news)
@@ -172,7 +175,19 @@ class StoreHost:
             if answer.addresses != live.addresses:
                 # Joined, not replaced: when another replica ended the same task first, its row does not know ours.
                 live.addresses = tuple(dict.fromkeys((*answer.addresses, *live.addresses)))
+            if answer.news:
+                live.gathered += sum([unpacked_size(one.value) for one in answer.news])
             return answer
+
+    def check_history(self) -> None:
+        """Raise CheckpointRefused if the run was given more than one task may have."""
+        live, limit = self._live, self._runtime.settings.max_history
+        if live.gathered > limit or live.history.is_withheld:
+            raise CheckpointRefused(
+                "history_too_large",
+                f"its replies and step results are over the limit of {limit:,} bytes together; "
+                "keep large values elsewhere and pass references, or raise COATCHECK_MAX_HISTORY",
+            )
 
     def _write(self, put: Put, *, was_in_doubt: bool = False) -> Awaitable[PutDone | PutRefused]:
         def write(is_in_doubt: bool) -> Awaitable[PutDone | PutRefused]:
@@ -193,25 +208,26 @@ class StoreHost:
             raise
 
     async def send(self, opens: Sequence[NewCall], cancels: Sequence[Peer]) -> None:
-        """Publish what a commit recorded. If the broker is away, the rows remember, and the trigger comes back."""
+        """Publish what a commit recorded. If the broker is away, the rows remember, and the trigger comes back. What a
+        queue refuses stays unsent in its row, for the sweeper.
+        """
         if not (opens or cancels):
             return
+        live, service, now = self._live, self._runtime.app.service, self._runtime.store.now()
         calls = [
-            peer_of_new(
-                call, task_id=self._live.task_id, service=self._runtime.app.service, traceparent=self._live.traceparent
-            )
+            peer_of_new(call, now, task_id=live.task_id, service=service, traceparent=live.traceparent)
             for call in opens
         ]
         try:
             reach("before_calls")
-            await self._runtime.outbox.send_calls(calls)
+            refused = await self._runtime.outbox.send_calls(calls)
             reach("after_calls")
             await self._runtime.outbox.cancel_calls(cancels, "its task gave the call up")
         except BrokerUnavailable as error:
             self._live.is_unsent = True
             log.warning("calls_not_sent", error=str(error), call_count=len(calls))
             return
-        self._runtime.marks.add(calls)
+        self._runtime.marks.add(calls, refused=refused)
         self._runtime.hints.give([delay for call in opens for delay in (call.idle, call.hard)])
 
     def progress(self, done: float | None, total: float | None, message: str | None) -> None:

@@ -27,14 +27,15 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from coatcheck.broker import connect
-from coatcheck.broker.port import Broker, Delivery, Outgoing
+from coatcheck.broker.port import Broker, Delivery, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_resume, make_timeout
 from coatcheck.errors import BrokerUnavailable, CoatcheckError, TransientError
+from coatcheck.log import get_logger
 from coatcheck.points import reach
-from coatcheck.store.rows import Task, TaskState
+from coatcheck.store.rows import Address, Task, TaskId, TaskState
 from coatcheck.store.store import OpenStore, Store
-from coatcheck.store.sweeps import LookedAt
+from coatcheck.store.sweeps import LookedAt, Retention
 from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
@@ -44,7 +45,7 @@ from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Settings
 from coatcheck.worker.worker import check_schema
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -56,6 +57,11 @@ SLICE_PAUSE_S = 1.0
 """Between two slices of parked tasks that are looked at for any without a waker: a million make a thousand slices."""
 QUIET_BEFORE_REPAIR = timedelta(seconds=60)
 SHORTEST_PAUSE_S = 0.01
+LONGEST_RESENDING_S = 1.0
+"""How long a round waits for what it sends again; after that it goes on behind the next rounds."""
+MOST_TOLD = 10_000
+COUNT_SHARE = 0.05
+"""How much of the time may go into counting tasks, which reads the whole table: a second of it every 20 s, no more."""
 
 
 class Sweeper:
@@ -73,6 +79,13 @@ class Sweeper:
         self._look_at_s = math.inf
         self._cursor = UUID(int=0)
         self._housekeeping_at_s = -math.inf
+        self._resending: set[asyncio.Task[None]] = set()
+        self._told: dict[TaskId, set[Address]] = {}
+        """Of tasks with several addresses, of which some refuse: those that were told."""
+        self._retention = retention_of(self.settings)
+        self._retired_count = 0
+        self._count_at_s = -math.inf
+        self._counting: asyncio.Task[None] | None = None
         self.is_ready = False
 
     def stop(self) -> None:
@@ -110,7 +123,15 @@ class Sweeper:
         check_schema(await self._insist(store), store.place)
         outbox = Outbox(broker, metrics=self.metrics)
         self.is_ready = True
-        log.info("sweeper_started", settings=self.settings.describe())
+        log.info("sweeper_started", pid=os.getpid(), settings=self.settings.describe_changed())
+        try:
+            await self._sweep_on(broker, store, outbox)
+        finally:
+            if self._counting is not None:
+                await self._counting
+        log.info("sweeper_stopped")
+
+    async def _sweep_on(self, broker: Broker, store: Store, outbox: Outbox) -> None:
         while not self._stopping.is_set():
             # From here on hints count: what they tell of may be committed just after we looked.
             self._look_at_s = math.inf
@@ -127,7 +148,10 @@ class Sweeper:
                 log.exception("sweep_surprised")  # whatever one row did, the others need a sweeper
                 self.is_ready, pause_s = False, 1.0
             await self._sleep(pause_s)
-        log.info("sweeper_stopped")
+        if self._resending:
+            await asyncio.wait(self._resending, timeout=LONGEST_RESENDING_S)
+            for resending in self._resending:
+                resending.cancel()
 
     async def _insist(self, store: Store) -> str | None:
         """Wait for Postgres at the start."""
@@ -145,6 +169,8 @@ class Sweeper:
         looked = await store.look(limit=BATCH_SIZE, again=LOOK_AGAIN)
         self.metrics.overdue_age.set(looked.oldest.total_seconds())
         reach("sweep_looked")
+        if looked.unreadable:
+            log.error("rows_unreadable", row_count=len(looked.unreadable), first=str(looked.unreadable[0]))
         if looked:
             await self._emit(looked, store, outbox)
         has_more = time.monotonic() >= self._housekeeping_at_s and await self._keep_house(store)
@@ -157,34 +183,78 @@ class Sweeper:
             Outgoing(Names(task.service).replies, make_resume(str(task.task_id), task.epoch)) for task in looked.overdue
         ]
         if timeouts or resumes:
-            await outbox.publish([*timeouts, *resumes])
+            # One that its queue refuses comes up again, as its row says.
+            routings = await outbox.publish([*timeouts, *resumes], is_named=True)
             reach("sweep_emitted")
-            self.metrics.timeouts_emitted.inc(len(timeouts))
-        if looked.unsent:
-            await _each(looked.unsent, outbox.send_calls)
-            reach("sweep_resent")
-            await store.mark_sent([call.call_id for call in looked.unsent])
-        finals = [task for task in looked.unsent_finals if task.addresses]
-        await _each(finals, partial(_send_finals, outbox))
-        if looked.unsent_finals:
-            reach("sweep_resent")
-            await store.mark_final_sent([task.task_id for task in looked.unsent_finals])
-        self.metrics.resent.inc(len(looked.unsent) + len(finals))
+            self.metrics.timeouts_emitted.inc(len(timeouts) - routings[: len(timeouts)].count(Routing.REFUSED))
         log.info(
             "swept",
             timeouts=len(timeouts),
             resumes=len(resumes),
-            calls_resent=len(looked.unsent),
-            finals_resent=len(finals),
+            unsent_calls=len(looked.unsent),
+            unsent_finals=len(looked.unsent_finals),
             overdue_s=round(looked.oldest.total_seconds(), 3),
         )
+        if looked.unsent or looked.unsent_finals:
+            await self._resend(looked, store, outbox)
+
+    async def _resend(self, looked: LookedAt, store: Store, outbox: Outbox) -> None:
+        """Send what is unsent. A queue that does not answer is not waited for: what is due meanwhile goes first."""
+        resending = asyncio.create_task(self._send_again(looked, store, outbox), name="resending")
+        self._resending.add(resending)
+        resending.add_done_callback(self._resending.discard)
+        done, _ = await asyncio.wait([resending], timeout=LONGEST_RESENDING_S)
+        if done:
+            resending.result()
+        else:
+            resending.add_done_callback(_say_what_failed)
+
+    async def _send_again(self, looked: LookedAt, store: Store, outbox: Outbox) -> None:
+        if looked.unsent:
+            refused = {call.call_id for call in await _each(looked.unsent, outbox.send_calls)}
+            reach("sweep_resent")
+            sent = [call.call_id for call in looked.unsent if call.call_id not in refused]
+            await store.mark_sent(sent)
+            self.metrics.resent.inc(len(sent))
+        if looked.unsent_finals:
+            finals = [task for task in looked.unsent_finals if task.addresses]
+            left = {task.task_id for task in await _each(finals, partial(self._send_finals, outbox))}
+            reach("sweep_resent")
+            told = [task for task in looked.unsent_finals if task.task_id not in left]
+            await store.mark_final_sent({task.task_id: task.addresses for task in told})
+            self.metrics.resent.inc(len(finals) - len(left))
+
+    async def _send_finals(self, outbox: Outbox, tasks: Sequence[Task]) -> list[Task]:
+        """Send final replies. Gives back the tasks of which one was refused, and remembers who was told meanwhile: else
+        each try would tell the others once more.
+        """
+        untold = [
+            (task, tuple(each for each in task.addresses if each not in self._told.get(task.task_id, ())))
+            for task in tasks
+        ]
+        messages = [final_messages(task, *addresses) if addresses else [] for task, addresses in untold]
+        routings = iter(await outbox.publish(message for each in messages for message in each))
+        left = []
+        for task, addresses in untold:
+            told = {each for each in addresses if next(routings) is not Routing.REFUSED}
+            if len(told) == len(addresses):
+                self._told.pop(task.task_id, None)
+                continue
+            left.append(task)
+            if len(task.addresses) > 1:
+                self._told.setdefault(task.task_id, set()).update(told)
+                if len(self._told) > MOST_TOLD:
+                    self._told.pop(next(iter(self._told)))
+        return left
 
     async def _keep_house(self, store: Store) -> bool:
         """Remove what retention is done with, or look at the next slice of parked tasks for any without a waker. One
         batch of either, for what is due meanwhile waits. True: retention has more to remove.
         """
-        if await store.retire(limit=BATCH_SIZE) == BATCH_SIZE:
+        if await self._retire(store):
             return True
+        if self._counting is None and time.monotonic() >= self._count_at_s:
+            self._counting = asyncio.create_task(self._count(store), name="count-tasks")
         repaired, last = await store.repair(after=self._cursor, limit=BATCH_SIZE, quiet=QUIET_BEFORE_REPAIR)
         reach("sweep_repaired")
         self._cursor = last or UUID(int=0)
@@ -193,11 +263,36 @@ class Sweeper:
             log.error("orphans_repaired", task_count=repaired)
         pause_s = HOUSEKEEPING_S if last is None else min(SLICE_PAUSE_S, HOUSEKEEPING_S)
         self._housekeeping_at_s = time.monotonic() + pause_s
-        if last is None:
+        return False
+
+    async def _retire(self, store: Store) -> bool:
+        """Remove a batch of what was kept for long enough. True: there may be more."""
+        count = await store.retire(limit=BATCH_SIZE, keep=self._retention)
+        self.metrics.retired.inc(count)
+        self._retired_count += count
+        if count < BATCH_SIZE and self._retired_count:
+            log.info("tasks_retired", task_count=self._retired_count)
+            self._retired_count = 0
+        return count == BATCH_SIZE
+
+    async def _count(self, store: Store) -> None:
+        """Count all tasks by state, beside the sweeping: what is due does not wait for it. The more there are, the
+        longer it takes and the more rarely it is done.
+        """
+        begun_s = time.monotonic()
+        try:
             counts = await store.count_tasks()
             for state in TaskState:
                 self.metrics.tasks.labels(state.value).set(counts.get(state, 0))
-        return False
+            self.metrics.tasks_counted_at.set_to_current_time()
+        except TransientError as error:
+            log.warning("tasks_not_counted", error=str(error))
+        except Exception:
+            log.exception("sweep_surprised")
+        finally:
+            now_s = time.monotonic()
+            self._count_at_s = now_s + max(HOUSEKEEPING_S, (now_s - begun_s) / COUNT_SHARE)
+            self._counting = None
 
     async def _pause_s(self, store: Store) -> float:
         """Until the next due time, but never longer than the interval: a hint may have been lost."""
@@ -229,23 +324,29 @@ class Sweeper:
         delivery.ack()
 
 
-async def _send_finals(outbox: Outbox, tasks: Sequence[Task]) -> None:
-    await outbox.publish([message for task in tasks for message in final_messages(task)])
+def retention_of(settings: Settings) -> Retention:
+    return Retention(settings.dedup_window, settings.keep_failures)
 
 
-async def _each(items: Sequence[T], send: Callable[[Sequence[T]], Awaitable[None]]) -> None:
-    """Send together; if one of them can never be sent, send one by one and say which. A call then times out."""
+async def _each(items: Sequence[T], send: Callable[[Sequence[T]], Awaitable[list[T]]]) -> list[T]:
+    """Send together; if one of them can never be sent, send one by one and say which. A call then times out.
+
+    Gives back those that were refused for now.
+    """
     try:
-        if items:
-            await send(items)
+        return await send(items) if items else []
     except TransientError:
         raise
     except CoatcheckError as error:
         if len(items) == 1:
             log.error("row_cannot_be_sent", error=str(error), row=str(getattr(items[0], "task_id", "")))
-            return
-        for item in items:
-            await _each([item], send)
+            return []
+        return [refused for item in items for refused in await _each([item], send)]
+
+
+def _say_what_failed(resending: asyncio.Task[None]) -> None:
+    if not resending.cancelled() and (error := resending.exception()) is not None:
+        log.warning("resending_interrupted", error=str(error))  # the rows come up again
 
 
 def _say_why(state: RetryCallState) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, c
 
 import msgspec
 
-from coatcheck.errors import CallFailed, CallTimedOut, StepFailed
+from coatcheck.errors import CallFailed, CallTimedOut, JournalMismatch, StepFailed
 from coatcheck.store import blobs
 from coatcheck.store.rows import CallId, CallState, Kind, NewCall, OpenCall, Recorded
-from coatcheck.worker.keys import NO_DIGEST, Entry, Wanted
+from coatcheck.worker.keys import NO_DIGEST, Entry, Wanted, value_of
 from coatcheck.worker.problems import problem
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.tracking import Joint
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["NO_KEY", "CallWork", "GroupWork", "SendWork", "SleepWork", "StepWork", "Work"]
 
 T = TypeVar("T")
+
+CLOCKS_DIFFER = timedelta(seconds=5)
+"""By how much the clocks of two machines may differ before a deadline of one is wrong on the other."""
 Steps = Generator[Any, Any, T]
 
 
@@ -176,14 +179,21 @@ class CallWork(RowWork[Any], kw_only=True):
     def open_row(self, key: str, call_id: CallId) -> NewCall:
         return NewCall(
             call_id, key, Kind.CALL, self.wanted.name, self.wanted.digest,
-            peer=self.peer, body=blobs.encode(self.body), handler=self.handler, idle=self.idle, hard=self.hard,
+            peer=self.peer, body=blobs.encode(self.body), handler=self.handler, idle=self.idle, hard=self._patience(),
         )  # fmt: skip
+
+    def _patience(self) -> timedelta:
+        """How long to wait at most. No longer than whoever asked for the task does, but for what clocks may differ."""
+        deadline_at = self.run.deadline_at
+        if deadline_at is None:
+            return self.hard
+        return min(self.hard, max(deadline_at - self.run.now(), timedelta(0)) + CLOCKS_DIFFER)
 
     def read(self, recorded: Recorded) -> tuple[Any, Exception | None]:
         if recorded.state is not CallState.OK:
             return None, _call_error(self.peer, recorded)
         try:
-            return blobs.decode(recorded.value, self.returns), None
+            return value_of(recorded, self.returns), None
         except (msgspec.ValidationError, TypeError) as error:
             document = problem(
                 "unexpected_reply", "The reply does not fit `returns`", status=502, detail=str(error), retryable=False
@@ -228,7 +238,7 @@ def read_problem(recorded: Recorded) -> dict[str, Any]:
     """The problem document of a failure; whatever else a peer sent becomes its detail."""
     if not recorded.value:
         return {}
-    document = blobs.decode(recorded.value)
+    document = value_of(recorded)
     return document if isinstance(document, dict) else {"detail": str(document)}
 
 
@@ -262,7 +272,16 @@ class StepWork(Work[Any], kw_only=True):
 
     def read(self, recorded: Recorded) -> tuple[Any, Exception | None]:
         if recorded.state is CallState.OK:
-            return blobs.decode(recorded.value, self.returns), None
+            try:
+                return value_of(recorded, self.returns), None
+            except (msgspec.ValidationError, TypeError):
+                # Without the error's own text: it may quote the value.
+                raise JournalMismatch(
+                    f"the journal does not fit the code.\n"
+                    f"  recorded: the result of step {self.wanted.name!r} under key {recorded.key!r}\n"
+                    f"  the code: reads it as {self.returns!r}, and it does not fit\n"
+                    f"  fix: read it as what it was recorded as, or pass another key=... to have the step done again"
+                ) from None
         document = read_problem(recorded)
         text = f"{document.get('exception', '')}: {document.get('detail', '')}"
         return None, StepFailed(f"step {self.wanted.name!r} failed: {text}", problem=document)

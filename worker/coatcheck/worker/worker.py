@@ -24,6 +24,7 @@ from coatcheck.broker.bodies import Limits
 from coatcheck.broker.port import Broker, Consumer, Outgoing
 from coatcheck.broker.wire import make_resume
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
+from coatcheck.log import get_logger
 from coatcheck.store.migrate import newest_version
 from coatcheck.store.store import OpenStore, Store
 from coatcheck.worker.app import App
@@ -45,10 +46,14 @@ from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.selftest import find_unsupported
 from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Checkpointing, Settings, redacted
+from coatcheck.worker.watch import SweeperWatch
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 CONTROL_PREFETCH = 20
+ORDERS_AT_ONCE = 100
+ORDERS_FIRST_S = 5.0
+"""How long requests wait at most for the orders that lie in the control queue."""
 UNWIND_S = 6.0
 """How long runs that are cut short may take to clean up after themselves."""
 
@@ -77,9 +82,12 @@ class Worker:
         self._open_store = open_store
         self._stopping = asyncio.Event()
         self._consumers: dict[str, Consumer] = {}
+        self._orders: Orders | None = None
+        self._is_paused = False
         self._hops: Hops | None = None
         self._broker: Broker | None = None
         self._gate: StoreGate | None = None
+        self._watch: SweeperWatch | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -99,6 +107,10 @@ class Worker:
             "store": is_store_up or self.settings.checkpointing is Checkpointing.OFF,
         }
 
+    def notes(self) -> dict[str, bool]:
+        """What `/readyz` tells beside that, and is no reason to take it out of service."""
+        return {"sweeper": self._watch is None or not self._watch.is_missing}
+
     def stop(self) -> None:
         """Begin to drain; may be called from a signal handler, and repeated."""
         self._stopping.set()
@@ -112,7 +124,7 @@ class Worker:
     async def _run(self, stack: AsyncExitStack) -> None:
         self.settings = await settle(self.settings, makes=True)
         health = HealthServer.from_settings(
-            self.settings, live=self.live_checks, ready=self.ready_checks, metrics=self.metrics
+            self.settings, live=self.live_checks, ready=self.ready_checks, notes=self.notes, metrics=self.metrics
         )
         if health is not None:
             await stack.enter_async_context(health)
@@ -135,7 +147,12 @@ class Worker:
             self.is_ready = True
             for lack in find_unsupported():
                 log.warning("asyncio_differs", lack=lack, python=platform.python_version())
-            log.info("worker_started", settings=self.settings.describe(), handlers=sorted(self.app.handlers))
+            log.info(
+                "worker_started",
+                pid=os.getpid(),
+                handlers=sorted(self.app.handlers),
+                settings=self.settings.describe_changed(),
+            )
             await self._stopping.wait()
             await self._drain(runtime, leases)
             for task in background:
@@ -147,12 +164,16 @@ class Worker:
         # A task that may go on in RAM must know for certain that it has no row.
         is_falling = settings.checkpointing is Checkpointing.PREFERRED
         store = (self._open_store or Store)(
-            settings.store, lease=settings.lease, observe=self._observe, begins=is_falling
+            settings.store,
+            lease=settings.lease,
+            observe=self._observe,
+            begins=is_falling,
+            max_history=settings.max_history,
         )
         stack.push_async_callback(store.close)
         self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, metrics=self.metrics)
         stack.push_async_callback(self._gate.stop)
-        outbox = Outbox(broker, metrics=self.metrics)
+        outbox = Outbox(broker, metrics=self.metrics, patience=settings.request_prefetch // 4)
         is_in_ram = settings.checkpointing is not Checkpointing.REQUIRED
         return Runtime(
             app=self.app,
@@ -170,7 +191,11 @@ class Worker:
         )
 
     def _background(self, runtime: Runtime, leases: Leases) -> list[Coroutine[Any, Any, None]]:
-        return [leases.run(), runtime.marks.run()] if runtime.uses_store else []
+        if not runtime.uses_store:
+            return []
+        assert self._broker is not None
+        self._watch = SweeperWatch(self._broker, self.settings.sweeper_queue, metrics=self.metrics)
+        return [leases.run(), runtime.marks.run(), self._watch.run()]
 
     async def _check_store(self, runtime: Runtime) -> None:
         """Refuse to start on a schema that is missing or older; start paused when Postgres is away.
@@ -191,18 +216,22 @@ class Worker:
         under_way: Hops,
     ) -> None:  # fmt: skip
         names, settings = self.app.names, self.settings
-        hops: list[tuple[str, str, Hop, int]] = [
-            ("requests", names.requests, Requests(runtime, executor).handle, settings.request_prefetch)
-        ]
         assert self._broker is not None
+        self._orders = Orders(runtime)
         replica_queue = await self._broker.declare_replica(self.app.service)
-        hops.append(("broadcasts", replica_queue, Broadcasts(runtime).handle, CONTROL_PREFETCH))
-        hops.append(("control", names.control, Orders(runtime).handle, CONTROL_PREFETCH))
+        hops: list[tuple[str, str, Hop, int]] = [
+            ("broadcasts", replica_queue, Broadcasts(runtime).handle, CONTROL_PREFETCH),
+            ("control", names.control, self._orders.handle, CONTROL_PREFETCH),
+        ]
         if runtime.uses_store:
             replies = Replies(runtime, executor, under_way)
             hops.append(("replies", names.replies, replies.receive, settings.reply_prefetch))
+        # Last: a cancel that waits beside its request is to be read first.
+        hops.append(("requests", names.requests, Requests(runtime, executor).handle, settings.request_prefetch))
         if runtime.private_queue is not None:
             await self._broker.consume(runtime.private_queue, ram_calls.on_delivery, prefetch=settings.reply_prefetch)
+        if runtime.gate.is_open:
+            await self._take_waiting_orders()
         for name, queue, hop, prefetch in hops:
             on_delivery = partial(under_way.take, hop)
             on_lost = partial(self._on_lost, group, runtime, leases, queue)
@@ -210,6 +239,25 @@ class Worker:
         if not runtime.gate.is_open:
             await self._pause()
         await self._follow(runtime.gate)
+
+    async def _take_waiting_orders(self) -> None:
+        """See to the cancels that wait in the control queue, before requests are asked for.
+
+        They are fetched, not consumed: a consumer cannot tell an empty queue from messages on their way. Bounded in
+        time: requests do not wait for a queue that is filled as fast as it is read, nor for one order that hangs.
+        """
+        assert self._broker is not None
+        assert self._orders is not None
+        try:
+            async with asyncio.timeout(ORDERS_FIRST_S):
+                is_more = True
+                while is_more:
+                    async with self._broker.browse(self.app.names.control, ORDERS_AT_ONCE) as waiting:
+                        # One that fails goes back to the queue, to the consumer that deals with surprises.
+                        await asyncio.gather(*map(self._orders.handle, waiting), return_exceptions=True)
+                        is_more = bool(waiting) and all(order.is_settled for order in waiting)
+        except (TimeoutError, BrokerUnavailable) as error:
+            log.warning("orders_not_taken_first", error=str(error) or f"more than {ORDERS_FIRST_S:g} s of them")
 
     async def _follow(self, gate: StoreGate) -> None:
         """Resume what was paused a moment ago, if the gate was opened meanwhile and nobody was there to hear it."""
@@ -229,6 +277,7 @@ class Worker:
 
     async def _pause(self) -> None:
         """Postgres is away: take nothing new that would need it. `preferred` goes on with requests, in RAM."""
+        self._is_paused = True
         names = ["replies", "control"]
         if self.settings.checkpointing is Checkpointing.REQUIRED:
             names.append("requests")
@@ -237,6 +286,9 @@ class Worker:
 
     async def _resume(self) -> None:
         if not self._stopping.is_set():
+            if self._is_paused:
+                self._is_paused = False
+                await self._take_waiting_orders()
             for name in ("replies", "control", "requests"):
                 await self._switch(name, is_on=True)
 
