@@ -269,6 +269,8 @@ async def soak(bench: Bench, *, for_s: float, every_s: float, rate: float) -> tu
     sampling = asyncio.create_task(sampler.run(every_s))
     try:
         await load.run(rate=rate, for_s=for_s)
+        if not sampler.samples:  # a run that was over before the first look
+            sampler.samples.append(await sampler.sample())
     finally:
         sampling.cancel()
         await asyncio.wait([sampling])

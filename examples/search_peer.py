@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import aio_pika
-from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
-from aio_pika.exceptions import ChannelInvalidStateError
+from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
+from aio_pika.exceptions import ChannelInvalidStateError, ChannelNotFoundEntity
 
 BROKER = os.environ.get("COATCHECK_BROKER") or "amqp://guest:guest@localhost:5672/"
 PREFETCH = 500  # questions at once: each of them only waits
@@ -51,9 +51,10 @@ async def serve(queue_name: str, *, delay_s: float, is_silent: bool = False) -> 
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     # A URL without a user, such as amqp://rabbitmq:5672/, means guest with the password guest.
     async with await aio_pika.connect_robust(BROKER) as connection:
+        await make_queue(connection, queue_name)
         channel = await connection.channel()
         await channel.set_qos(prefetch_count=PREFETCH)
-        queue = await channel.declare_queue(queue_name, durable=True, arguments={"x-queue-type": "quorum"})
+        queue = await channel.get_queue(queue_name)
         answer_one = keep_silent if is_silent else partial(answer, channel, delay_s)
         async with asyncio.TaskGroup() as answering:
 
@@ -65,6 +66,18 @@ async def serve(queue_name: str, *, delay_s: float, is_silent: bool = False) -> 
             await stopping.wait()
             await queue.cancel(tag)
     log.info("stopped")
+
+
+async def make_queue(connection: AbstractConnection, queue_name: str) -> None:
+    """Make the queue unless it is there. One that another program made, with other arguments, is used as it is:
+    RabbitMQ refuses a declare that differs, and closes the channel.
+    """
+    try:
+        async with await connection.channel() as looking:
+            await looking.declare_queue(queue_name, passive=True)
+    except ChannelNotFoundEntity:
+        async with await connection.channel() as making:
+            await making.declare_queue(queue_name, durable=True, arguments={"x-queue-type": "quorum"})
 
 
 async def answer(channel: AbstractChannel, delay_s: float, question: AbstractIncomingMessage) -> None:

@@ -87,14 +87,14 @@ def _how_to_get(service: Service, variable: str, install: str) -> str:
 @pytest.fixture
 def store_url(postgres_url: str, migrated_template: str) -> Iterator[str]:
     """A fresh database with the current schema."""
-    with _temporary_database(postgres_url, template=migrated_template) as url:
+    with temporary_database(postgres_url, template=migrated_template) as url:
         yield url
 
 
 @pytest.fixture
 def empty_store_url(postgres_url: str) -> Iterator[str]:
     """A fresh database with nothing in it."""
-    with _temporary_database(postgres_url) as url:
+    with temporary_database(postgres_url) as url:
         yield url
 
 
@@ -103,13 +103,13 @@ def migrated_template(postgres_url: str) -> Iterator[str]:
     """The name of a database, migrated once, that the others are copied from. Nobody connects to it."""
     from coatcheck.store import migrate
 
-    with _temporary_database(postgres_url) as url:
+    with temporary_database(postgres_url) as url:
         run_sync(migrate(url))
         yield urlsplit(url).path.removeprefix("/")
 
 
 @contextmanager
-def _temporary_database(admin_url: str, *, template: str | None = None) -> Iterator[str]:
+def temporary_database(admin_url: str, *, template: str | None = None) -> Iterator[str]:
     name = f"{DATABASE_PREFIX}{int(time.time())}_{uuid.uuid4().hex[:10]}"
     # A server may have been set up with any encoding; copies inherit the one chosen here.
     origin = f"TEMPLATE {template}" if template else "TEMPLATE template0 ENCODING 'UTF8' LOCALE 'C'"

@@ -40,8 +40,8 @@ CONNECT_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
-POSTGRES_IMAGE = "postgres:17-alpine"
-RABBITMQ_IMAGE = "rabbitmq:4-management-alpine"
+POSTGRES_IMAGE = "postgres:17-alpine@sha256:b0f9560a2de083e2cc7382e75f808c7381a32852a7ec49117deedb300e552b24"
+RABBITMQ_IMAGE = "rabbitmq:4-management-alpine@sha256:a1a5dd841347af3e32355fd58ac530e831fd394c49e299f862e2fd4ab331cd79"
 
 
 class NotHere(Exception):
@@ -250,7 +250,7 @@ def _start_postgres(running: ExitStack, install: Path) -> str:
     )
     if made.returncode != 0:
         raise NotHere(f"initdb failed: {made.stderr.strip()}")
-    port = _free_port()
+    port = free_port()
     settings = {"listen_addresses": "127.0.0.1", "unix_socket_directories": "", "max_connections": "200"}
     command: list[Any] = [
         install / "bin/postgres",
@@ -274,7 +274,7 @@ def _start_rabbitmq(running: ExitStack) -> str:
     if script is None:
         raise NotHere("no rabbitmq-server on PATH")
     home = _temporary_directory(running, "coatcheck-mq-", mode=0o700)
-    port = _free_port()
+    port = free_port()
     (home / "rabbitmq.conf").write_text(f"listeners.tcp.local = 127.0.0.1:{port}\n")
     (home / "rabbitmq-env.conf").write_text("")
     (home / "enabled_plugins").write_text("[].\n")
@@ -288,7 +288,7 @@ def _start_rabbitmq(running: ExitStack) -> str:
         "RABBITMQ_LOG_BASE": str(home / "log"),
         "RABBITMQ_MNESIA_BASE": str(home / "data"),
         "RABBITMQ_NODENAME": f"coatcheck-{port}@localhost",
-        "RABBITMQ_DIST_PORT": str(_free_port()),
+        "RABBITMQ_DIST_PORT": str(free_port()),
     }
     server = _start_server(running, [script], log=home / "server.log", environment=environment)
     url = f"amqp://guest:guest@127.0.0.1:{port}/"
@@ -362,7 +362,7 @@ def _temporary_directory(running: ExitStack, prefix: str, *, mode: int) -> Path:
     return path
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -41,6 +41,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, help="lifecycles one at a time, at most")
     parser.add_argument("--idle-seconds", type=float, default=8, help="and for so long at most")
     parser.add_argument("--docs", type=Path, help="a page for the table, if it is whole and undisturbed")
+    parser.add_argument("--output", type=Path, default=RESULT, help="where the JSON goes (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -146,10 +147,10 @@ async def done_count(stage: Stage) -> int:
 
 def report(found: dict[str, Row], rounds: dict[Peer, list[Row]], options: argparse.Namespace) -> None:
     show(found)
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     asked = {"rounds": options.rounds, "seconds": options.seconds, "width": options.width}
     raw = {peer.slug: rows for peer, rows in rounds.items()}
-    RESULT.write_text(json.dumps({"cores": os.cpu_count(), **asked, "rows": found, "raw": raw}, indent=1))
+    options.output.write_text(json.dumps({"cores": os.cpu_count(), **asked, "rows": found, "raw": raw}, indent=1))
     if options.docs is not None and not options.only and not disturbance(found):
         conditions = (
             f"{options.rounds} rounds of {options.seconds:.0f} s with {options.width} lifecycles under way, "

@@ -71,6 +71,7 @@ async def main() -> None:
     parser.add_argument("--fan-out", type=int, default=1000, help="calls of one task")
     parser.add_argument("--journal", type=int, default=1000, help="entries of a journal that is replayed")
     parser.add_argument("--finished", type=int, default=3000, help="tasks that finish and are retired, a round")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="where the JSON goes (default: %(default)s)")
     options = parser.parse_args()
     broker, admin = servers()
     lines: list[Line] = []
@@ -84,7 +85,7 @@ async def main() -> None:
         async for found in measure(options, *rigs):
             lines += found
             show(found)
-            write(lines, OUTPUT, **vars(options))
+            write(lines, options.output, **(vars(options) | {"output": str(options.output)}))
     show(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from datetime import timedelta
 
@@ -12,6 +13,9 @@ from bench.scale.report import Line, ratio
 from bench.scale.rig import Rig
 
 from coatcheck.store import Store
+from coatcheck.store.sweeps import Retention
+
+AT_ONCE = Retention(timedelta(), timedelta())
 
 VACUUM_EVERY_S = 5.0
 ROWS_EACH = 5
@@ -30,7 +34,9 @@ class Cleaner:
 
     async def run(self, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
-            await asyncio.sleep(VACUUM_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(VACUUM_EVERY_S):
+                    await is_over.wait()
             await self.vacuum()
 
     async def vacuum(self) -> None:
@@ -66,7 +72,7 @@ async def retention_lines(rig: Rig, *, count: int) -> list[Line]:
 
 async def _retire_all(store: Store) -> float:
     begun, gone = time.perf_counter(), 0
-    while number := await store.retire(limit=1000):
+    while number := await store.retire(limit=1000, keep=AT_ONCE):
         gone += number
     return gone / (time.perf_counter() - begun)
 
@@ -80,7 +86,7 @@ async def _round(lives: Lives, sweeping: Store, cleaner: Cleaner, *, count: int)
         nonlocal gone, busy_s
         while not is_over.is_set():
             begun = time.perf_counter()
-            number = await sweeping.retire(limit=1000)
+            number = await sweeping.retire(limit=1000, keep=AT_ONCE)
             if number:
                 gone += number
                 busy_s += time.perf_counter() - begun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import json
 import os
@@ -19,6 +20,8 @@ import asyncpg
 from coatcheck.store import migrate
 
 ROOT = Path(__file__).parents[2]
+LAST_WORDS = 20
+"""How many lines of a process that did not start are shown."""
 _SUFFIXES = ("", ".replies", ".control", ".dead")
 _VOCABULARY = """
     able about after again answer archive before begin between board bridge city close contract could country customer
@@ -131,11 +134,13 @@ class Rig:
             stderr=asyncio.subprocess.STDOUT,
         )
         assert process.stdout is not None
+        said: collections.deque[str] = collections.deque(maxlen=LAST_WORDS)
         async for line in process.stdout:
             if awaits.encode() in line:
                 break
+            said.append(line.decode(errors="replace"))
         else:
-            raise SystemExit(f"{' '.join(command)} ended before it was ready")
+            raise SystemExit(f"{' '.join(command)} ended before it was ready:\n{''.join(said)}")
         started = Process(process)
         self._stack.push_async_callback(started.stop)
         return started
@@ -147,7 +152,7 @@ class Rig:
         return await self.start("-m", "coatcheck.cli", "sweeper", awaits="sweeper_started")
 
     async def start_echo(self) -> Process:
-        return await self.start("bench/echo.py", self.echo, awaits="ready")
+        return await self.start("-m", "bench.echo", self.echo, awaits="ready")
 
     async def request(self, handler: str, body: bytes, *, reply_to: str | None = None) -> None:
         message = aio_pika.Message(

@@ -17,10 +17,11 @@ from sqlalchemy import TextClause
 
 from coatcheck.store import CallState, Store, TaskState, encode
 from coatcheck.store.rows import Arrival, CallId, Verdict
-from coatcheck.store.sweeps import LOOK_AT_CALLS, LOOK_AT_TASKS, NEXT_LOOK, RETIRE_TASKS
+from coatcheck.store.sweeps import LOOK_AT_CALLS, LOOK_AT_TASKS, NEXT_LOOK, RETIRE_TASKS, Retention
 
 REPLY = encode({"text": "x" * 100})
 QUIET = timedelta()
+FOR_LONG = Retention(timedelta(days=1), timedelta(days=1))
 _BLOCK = 50
 
 
@@ -82,7 +83,11 @@ async def look_lines(big: Rig, small: Rig) -> list[Line]:
         for name, ask, statements in (
             ("next due time", lambda store: store.next_look(), (NEXT_LOOK,)),
             ("look, nothing due", lambda store: store.look(limit=1000, again=again), (LOOK_AT_CALLS, LOOK_AT_TASKS)),
-            ("retire, nothing to go", lambda store: store.retire(limit=1000), (RETIRE_TASKS,)),
+            (
+                "retire, nothing to go",
+                lambda store: store.retire(limit=1000, keep=FOR_LONG),
+                tuple(RETIRE_TASKS.values()),
+            ),
         ):
             taken: dict[str, list[float]] = {"big": [], "small": []}
             for number in range(10):
@@ -134,7 +139,9 @@ async def _time(ask: Callable[[], Awaitable[Any]], *, times: int) -> list[float]
 async def _plan(sql: asyncpg.Connection, *statements: TextClause) -> str:
     plans = []
     for statement in statements:
-        text = re.sub(r":limit\b", "1000", re.sub(r":again_s\b", "30", statement.text))
+        text = statement.text
+        for name, value in (("limit", "1000"), ("again_s", "30"), ("keep_s", "86400")):
+            text = re.sub(rf":{name}\b", value, text)
         plans.append("\n".join(row[0] for row in await sql.fetch(f"EXPLAIN {text}")))
     if any(reads_whole_tables(plan) for plan in plans):
         return "reads a whole table"

@@ -111,6 +111,39 @@ async def run_command(rig: Rig, words: list[str], service: str, directory: Path)
     return "\n".join(process.output)
 
 
+# --- the client ---
+
+
+async def test_the_client_page_runs(rig: Rig, tmp_path: Path):
+    app = App(rig.names.new())
+    program = block_run_by("test_the_client_page_runs", "python").text
+    assert program.count('"research"') == 1
+    (tmp_path / "ask.py").write_text(program.replace('"research"', repr(app.service)))
+
+    @app.task
+    async def research(ctx: Context, topic: str) -> str:
+        ctx.progress(1, 2, "reading")
+        await ctx.sleep(0.2)
+        return f"all about {topic}"
+
+    await rig.sweeper()
+    await rig.replica(app)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(tmp_path / "ask.py"),
+        env={**os.environ, "COATCHECK_BROKER": rig.settings.broker, "COATCHECK_STORE": rig.settings.store},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        output, _ = await process.communicate()
+
+    assert [line for line in output.decode().splitlines() if "broker_connected" not in line] == [
+        "1.0 of 2.0: reading",
+        "result: all about octopuses",
+        "stored: all about octopuses",
+    ]
+
+
 # --- the wire contract ---
 
 

@@ -10,6 +10,7 @@ says otherwise:
 
 import ast
 import asyncio
+import importlib
 import inspect
 import json
 import re
@@ -43,10 +44,12 @@ TEST_VARIABLES = re.compile(r"COATCHECK_(TEST_\w+|CRASH\w*|PG_BIN)")
 NOT_FOR_LETTERS = {"unencodable", "does_not_fit"}
 
 PYTHON = blocks("python", "py")
+TEMPLATES = ROOT / "worker/coatcheck/cli/templates"
+PROGRAMS = sorted([*(ROOT / "examples").rglob("*.py"), *TEMPLATES.glob("*.py.tmpl")])
 
 
-def _id(block: Block) -> str:
-    return block.place
+def _id(place: Block | Path) -> str:
+    return place.place if isinstance(place, Block) else name_of(place)
 
 
 # --- Python ---
@@ -92,6 +95,22 @@ def test_every_page_with_python_is_seen():
     seen = {name_of(block.page) for block in PYTHON}
 
     assert {"README.md", "docs/handlers.md", "docs/wire.md"} <= seen
+
+
+@pytest.mark.parametrize("place", [*PYTHON, *PROGRAMS], ids=_id)
+def test_public_names_come_from_where_they_are_public(place: Block | Path):
+    text = place.text if isinstance(place, Block) else place.read_text()
+    imports = re.findall(r"^ *from (coatcheck[\w.]*) import (\(.*?\)|.+?)$", text, flags=re.MULTILINE | re.DOTALL)
+    found = {(module, name) for module, names in imports for name in re.findall(r"\w+", names.partition("#")[0])}
+
+    public = {(it, name) for it in ("worker", "testing", "store") for name in _public_names(it)}
+    assert {(module.removeprefix("coatcheck."), name) for module, name in found} - public == set()
+    assert not re.search(r"^ *import coatcheck", text, flags=re.MULTILINE)
+
+
+def _public_names(package: str) -> list[str]:
+    names: list[str] = importlib.import_module(f"coatcheck.{package}").__all__
+    return names
 
 
 # --- JSON ---

@@ -73,6 +73,23 @@ def test_question_is_answered_with_its_correlation_id(processes, asker, queue):
     assert body[0] == "octopuses: finding 1"
 
 
+def test_peer_and_a_service_of_the_same_name_run_in_either_order(processes_with_store, asker, queue, service_names):
+    """The README has a service `search`, and this peer answers on `search` too: whichever comes second goes on."""
+    other = service_names.new("search")
+    flows = {"FLOW_SERVICE": queue, "COATCHECK_LOG_FORMAT": "json"}
+    processes_with_store.start("coatcheck.cli", "worker", "tests.flow.flows:app", **flows).wait_for("worker_started")
+    processes_with_store.start("examples.search_peer", queue, "--delay", "0").wait_for(READY)
+
+    processes_with_store.start("examples.search_peer", other, "--delay", "0").wait_for(READY)
+    worker = processes_with_store.start(
+        "coatcheck.cli", "worker", "tests.flow.flows:app", **flows | {"FLOW_SERVICE": other}
+    )
+    worker.wait_for("worker_started")
+
+    assert "queue_used_as_it_is" in worker.printed
+    assert "x-dead-letter-exchange: wanted 'coatcheck.dead', is none" in worker.printed
+
+
 @pytest.mark.parametrize("body", [b"12", b"\xff", b"{"])
 def test_what_is_no_question_gets_an_error_and_the_peer_goes_on(processes, asker, queue, body):
     processes.start("examples.search_peer", queue, SEARCH_DELAY="0").wait_for(READY)

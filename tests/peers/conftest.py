@@ -1,20 +1,17 @@
 """The tutorial's programs in each language, and replicas of ours to talk to them."""
 
 import asyncio
-import os
 import shutil
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
+from tests import npm
 from tests.peers.programs import PYTHON, TUTORIAL, Language, Tutorial, node
 
 from coatcheck.worker import App, Client, Settings, Worker
 
-NPM_TIMEOUT_S = 90.0
 READY_TIMEOUT_S = 20.0
 
 Replica = Callable[[App], AbstractAsyncContextManager[Worker]]
@@ -23,42 +20,11 @@ Replica = Callable[[App], AbstractAsyncContextManager[Worker]]
 @pytest.fixture(scope="session")
 def node_programs(tmp_path_factory: pytest.TempPathFactory) -> Language:
     """The Node programs with their one dependency installed beside them, once per session."""
-    for program in ("node", "npm"):
-        if shutil.which(program) is None:
-            _go_without(f"no {program} on PATH")
     directory = tmp_path_factory.mktemp("tutorial-six")
     for source in (*TUTORIAL.glob("*.js"), *TUTORIAL.parent.glob("package*.json")):
         shutil.copy(source, directory)
-    if reason := _why_npm_ci_failed(directory):
-        _go_without(f"`npm ci` failed, the npm registry may be out of reach: {reason}")
+    npm.install(directory, purpose="tutorial six in Node")
     return node(directory)
-
-
-def _why_npm_ci_failed(directory: Path) -> str | None:
-    command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
-    try:
-        subprocess.run(
-            command,
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=NPM_TIMEOUT_S,
-            check=True,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took longer than {NPM_TIMEOUT_S:.0f} s"
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if line.startswith(("npm error", "npm ERR!"))]
-        return lines[0] if lines else f"exit code {error.returncode}"
-    return None
-
-
-def _go_without(missing: str) -> NoReturn:
-    message = f"tutorial six in Node: {missing}"
-    if os.environ.get("CI") == "true":
-        pytest.fail(message, pytrace=False)
-    pytest.skip(message)
 
 
 @pytest.fixture(params=["python", "node"])
