@@ -13,8 +13,8 @@ from bench.scale.report import Line, percentile
 from coatcheck.store import CallState, Kind, encode
 from coatcheck.store.rows import Changes, Committed, History, NewCall, Recorded
 from coatcheck.worker import Context
-from coatcheck.worker.host import Finished
-from coatcheck.worker.run import Run
+from coatcheck.worker.engine.run import Run
+from coatcheck.worker.engine.run_port import Finished
 
 VALUE = encode({"text": "x" * 100})
 Handler = Callable[[Context], Coroutine[Any, Any, Any]]

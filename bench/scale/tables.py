@@ -16,8 +16,8 @@ from bench.scale.rig import Rig
 from sqlalchemy import TextClause
 
 from coatcheck.store import CallState, Store, TaskState, encode
+from coatcheck.store.postgres.sweeps import LOOK_AT_CALLS, LOOK_AT_TASKS, NEXT_LOOK, RETIRE_TASKS, Retention
 from coatcheck.store.rows import Arrival, CallId, Verdict
-from coatcheck.store.sweeps import LOOK_AT_CALLS, LOOK_AT_TASKS, NEXT_LOOK, RETIRE_TASKS, Retention
 
 REPLY = encode({"text": "x" * 100})
 QUIET = timedelta()

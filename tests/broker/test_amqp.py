@@ -31,11 +31,11 @@ from coatcheck.broker import (
     parse_request,
     topology,
 )
-from coatcheck.broker import amqp_codec as codec
-from coatcheck.broker.amqp import AmqpBroker
-from coatcheck.broker.amqp_consumer import AmqpConsumer
-from coatcheck.broker.amqp_lane import Lane
-from coatcheck.broker.amqp_link import Link, genuine
+from coatcheck.broker.amqp import codec
+from coatcheck.broker.amqp.broker import AmqpBroker
+from coatcheck.broker.amqp.connection import Link, genuine
+from coatcheck.broker.amqp.consumer import AmqpConsumer
+from coatcheck.broker.amqp.publish_channel import Lane
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, UsageError
 
 
@@ -226,7 +226,7 @@ def deafen(monkeypatch: pytest.MonkeyPatch, *queues: str) -> None:
 async def test_queue_that_never_confirms_holds_up_nobody_and_refuses_in_the_end(
     amqp: Rig, service_names: ServiceNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp_lane.WINDOW_COUNT", 10)
+    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 10)
     there, deaf = service_names.new("there"), service_names.new("deaf")
     broker = await started(amqp, there, publish_timeout=4)
     await broker.declare_service(deaf)
@@ -954,7 +954,7 @@ def lane_of(broker: AmqpBroker) -> Lane:
 async def test_no_more_than_a_window_is_unconfirmed(
     amqp: Rig, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp_lane.WINDOW_COUNT", 7)
+    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 7)
     broker = await started(amqp, service_name)
     await send(broker, service_name, b"first")
     lane, seen, write = lane_of(broker), list[int](), Link.write
@@ -974,7 +974,7 @@ async def test_no_more_than_a_window_is_unconfirmed(
 async def test_publisher_holds_back_what_the_socket_does_not_take(
     amqp: Rig, proxy: Proxy, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp_lane.WINDOW_BYTES", 1 << 40)
+    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_BYTES", 1 << 40)
     broker = await started(amqp, service_name, publish_timeout=30)
     await send(broker, service_name, b"first")
     lane, bodies = lane_of(broker), [b"x" * 500_000] * 60
@@ -993,7 +993,7 @@ async def test_publisher_holds_back_what_the_socket_does_not_take(
 async def test_slow_broker_is_not_taken_for_a_dead_one(
     amqp: Rig, proxy: Proxy, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp_lane.WINDOW_COUNT", 1)
+    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 1)
     broker = await started(amqp, service_name, publish_timeout=1)
     await send(broker, service_name, b"first")
     proxy.delay_s = 0.05

@@ -16,8 +16,8 @@ from pamqp.commands import Basic, Channel, Connection, Queue
 from pamqp.header import ContentHeader
 
 from coatcheck.broker import Message
-from coatcheck.broker import amqp_codec as codec
-from coatcheck.broker.amqp_wire import Receiver, Wire
+from coatcheck.broker.amqp import codec
+from coatcheck.broker.amqp.socket import Receiver, Wire
 
 FRAME_MAX = 4096
 
@@ -287,7 +287,7 @@ async def test_server_of_another_protocol_is_named_and_not_listened_to(first: by
 
 async def test_driver_hears_of_a_line_that_carries_only_our_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take the connection for dead: the broker sends no heartbeats where there is traffic."""
-    monkeypatch.setattr("coatcheck.broker.amqp_wire._HEARTBEAT_EVERY_S", -1.0)
+    monkeypatch.setattr("coatcheck.broker.amqp.socket._HEARTBEAT_EVERY_S", -1.0)
     ears = Ears(Collecting())
 
     ears.hear(START)

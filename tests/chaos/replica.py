@@ -12,7 +12,7 @@ from typing import Any
 from coatcheck.broker import connecting
 from coatcheck.broker.settings import BrokerSettings, make_settings
 from coatcheck.cli import main
-from coatcheck.store import cancels, puts
+from coatcheck.store.postgres import cancels, puts
 from coatcheck.worker import executor
 from coatcheck.worker import sweeper as sweeping
 

@@ -25,7 +25,7 @@ from coatcheck.cli.checks import (
 )
 from coatcheck.store import Store, TaskId, encode
 from coatcheck.store.migrate import newest_version
-from coatcheck.store.queries import Backlog, Late
+from coatcheck.store.postgres.queries import Backlog, Late
 from coatcheck.store.rows import Birth, Hold
 from coatcheck.worker.problems import problem
 

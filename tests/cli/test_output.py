@@ -14,7 +14,7 @@ from coatcheck.cli.output import duration, from_now, plain_table, pretty
 from coatcheck.cli.payloads import read_blob, read_message, read_problem
 from coatcheck.store import Codec, encode
 from coatcheck.store.blobs import pack
-from coatcheck.worker.shown import clean
+from coatcheck.worker.redaction import clean
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 

@@ -22,8 +22,8 @@ from coatcheck.broker.bodies import Body
 from coatcheck.cli.cores import usable_cores
 from coatcheck.cli.relay import relay
 from coatcheck.cli.supervisor import Plan, Supervisor
+from coatcheck.worker.log_streams import LineStream
 from coatcheck.worker.settings import LogFormat, LogLevel
-from coatcheck.worker.streams import LineStream
 
 SERVICE = """
 import asyncio, os, pathlib, sys

@@ -10,7 +10,7 @@ from tests.flow.harness import Rig, rig_on
 from tests.flow.outages import OwnPostgres
 
 from coatcheck.broker import connect
-from coatcheck.store import database
+from coatcheck.store.postgres import database
 
 # What runs with queues in Postgres too: at least one of each thing a broker can do to a task.
 ON_POSTGRES_TOO = {

@@ -215,7 +215,7 @@ async def are_consumed_again(rig: Rig, names: Names) -> None:
 async def test_every_task_ends_though_the_broker_lost_all_it_had(
     own: Rig, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.store.puts.RESEND_AFTER_S", RESEND_AFTER_S)
+    monkeypatch.setattr("coatcheck.store.postgres.puts.RESEND_AFTER_S", RESEND_AFTER_S)
     peer, requester, log = await own.peer(), await own.requester(), listen(own)
     asking = Asking(own.names.new(), peer.queue)
     worker, sweeper = await own.replica(asking.app), await own.sweeper()

@@ -19,19 +19,19 @@ from tests.flow.test_bad_input import dead_letters
 from tests.flow.test_leases import SHORT_RUNS, Working, echo
 
 from coatcheck.broker import Message, Outgoing, Routing, connect
-from coatcheck.broker.amqp import AmqpBroker
-from coatcheck.broker.amqp_consumer import AmqpConsumer
+from coatcheck.broker.amqp.broker import AmqpBroker
+from coatcheck.broker.amqp.consumer import AmqpConsumer
 from coatcheck.errors import BrokerUnavailable, StoreUnavailable
 from coatcheck.store import Store, TaskState
+from coatcheck.store.postgres.sweeps import LookedAt, Renewed
 from coatcheck.store.rows import Finish, Going, Put, TaskId, Verdict
-from coatcheck.store.sweeps import LookedAt, Renewed
 from coatcheck.worker import App, Context, Retry, Settings, Sweeper, Worker
 from coatcheck.worker.executor import Executor
-from coatcheck.worker.gate import StoreGate
 from coatcheck.worker.leases import Leases
-from coatcheck.worker.live import Live, LiveRuns
+from coatcheck.worker.live_runs import Live, LiveRuns
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.store_host import StoreHost
+from coatcheck.worker.store_outage import StoreGate
 
 AWAY = StoreUnavailable("for this test only")
 
@@ -181,7 +181,7 @@ async def test_end_that_comes_while_a_detach_is_written_is_written_too(
     """The detach makes the row and acks the trigger: a run that took itself for one without a row would leave it
     running, to be run again; and nothing but the row would bring a lost final reply back.
     """
-    monkeypatch.setattr("coatcheck.store.puts.RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr("coatcheck.store.postgres.puts.RESEND_AFTER_S", 0.3)
     held, ending, finish = HeldPuts(monkeypatch, is_detach=True), asyncio.Event(), Executor._finish
     requester, log = await rig.requester(), listen(rig)
     working = Working(rig.names.new(), in_step=False)
@@ -271,7 +271,7 @@ async def test_bad_request_that_wants_its_answer_on_our_own_queues_gets_none(rig
 async def test_large_call_that_the_sweeper_sends_again_arrives_whole(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, is_compressible: bool
 ) -> None:
-    monkeypatch.setattr("coatcheck.store.puts.RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr("coatcheck.store.postgres.puts.RESEND_AFTER_S", 0.3)
     dice, size = random.Random(7), 2_000_000
     body = "x" * size if is_compressible else "".join(dice.choices(string.ascii_letters, k=size))
     peer, requester = await rig.peer(), await rig.requester()

@@ -13,7 +13,7 @@ from coatcheck.store import CallId, CallState, TaskId, TaskState
 from coatcheck.store.blobs import encode
 from coatcheck.store.rows import Arrival, Verdict
 from coatcheck.worker import App, Context
-from coatcheck.worker.live import Live, LiveRuns
+from coatcheck.worker.live_runs import Live, LiveRuns
 
 
 async def test_neighbours_of_a_killer_are_answered_however_often_they_died_with_it(rig: Rig, tmp_path: Path) -> None:

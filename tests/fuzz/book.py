@@ -18,13 +18,13 @@ from unittest.mock import patch
 import structlog
 from tests.fuzz.messages import Fuzzed, find_mark
 
-from coatcheck.broker.amqp_session import AmqpDelivery
+from coatcheck.broker.amqp.consume_channel import AmqpDelivery
 from coatcheck.broker.memory import MemoryDelivery
 from coatcheck.broker.port import Delivery
 from coatcheck.store import Store
 from coatcheck.worker import Sweeper
+from coatcheck.worker.deliveries import Hops
 from coatcheck.worker.executor import Executor
-from coatcheck.worker.hops import Hops
 from coatcheck.worker.replies import Replies
 from coatcheck.worker.requests import Requests
 

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from coatcheck.broker import amqp_codec, wire
+from coatcheck.broker import wire
+from coatcheck.broker.amqp import codec as amqp_codec
 from coatcheck.broker.bodies import find_format, parse_body
 from coatcheck.broker.port import BrokerStats, Message
 from coatcheck.broker.postgres.codec import decode_message
@@ -35,8 +36,8 @@ from coatcheck.worker.binding import Binding
 from coatcheck.worker.logs import _protect, _renderer
 from coatcheck.worker.messages import to_body
 from coatcheck.worker.problems import problem_of, traceback_of
+from coatcheck.worker.redaction import clean, clean_json, redacted, redacted_ends, redacted_start
 from coatcheck.worker.settings import LogFormat
-from coatcheck.worker.shown import clean, clean_json, redacted, redacted_ends, redacted_start
 
 SIZE = 8_000
 GROWTH = 4

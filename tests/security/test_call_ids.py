@@ -13,7 +13,7 @@ from tests.flow.test_bad_input import dead_letters
 from coatcheck.store import CallState, TaskState
 from coatcheck.store.rows import CallId, History, Kind, NewCall
 from coatcheck.worker import App, Context, Worker
-from coatcheck.worker.ledger import Ledger
+from coatcheck.worker.engine.journal import Ledger
 
 
 def opened(ledger: Ledger, key: str) -> UUID:

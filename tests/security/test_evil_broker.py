@@ -4,7 +4,7 @@ import pytest
 from tests.broker.evil import EvilBroker
 from tests.flow.harness import Asked, Rig
 
-from coatcheck.broker import uplink
+from coatcheck.broker import reconnect as uplink
 from coatcheck.worker import App, Context
 
 SLOW = {"silence", "silence_after_consume"}

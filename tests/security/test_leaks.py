@@ -23,8 +23,8 @@ from coatcheck.errors import BrokerUnavailable, InvalidSettings
 from coatcheck.store import Store, Task, TaskState
 from coatcheck.store.rows import Birth, Caller, TaskId
 from coatcheck.worker import Settings
+from coatcheck.worker.engine.run_port import Finished
 from coatcheck.worker.executor import End
-from coatcheck.worker.host import Finished
 
 SECRET = "hUnTeR2-9b"
 OUTCOMES = {

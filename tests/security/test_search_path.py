@@ -20,9 +20,10 @@ from coatcheck.broker import connect
 from coatcheck.broker.postgres import link
 from coatcheck.cli.doctor import examine
 from coatcheck.errors import BrokerUnavailable
-from coatcheck.store import Store, TaskState, database, migrate
-from coatcheck.store.database import StoreNotReady
-from coatcheck.store.sweeps import Retention
+from coatcheck.store import Store, TaskState, migrate
+from coatcheck.store.postgres import database
+from coatcheck.store.postgres.database import StoreNotReady
+from coatcheck.store.postgres.sweeps import Retention
 from coatcheck.worker import App, Context, Retry
 
 TYPES = ("uuid", "text", "bytea", "integer", "bigint", "boolean", "float8", "timestamptz", "interval", "jsonb")

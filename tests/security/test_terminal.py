@@ -20,8 +20,8 @@ from coatcheck.cli.output import Terminal
 from coatcheck.cli.payloads import read_blob
 from coatcheck.store import encode
 from coatcheck.worker import logs
+from coatcheck.worker.redaction import clean, clean_json
 from coatcheck.worker.settings import LogFormat
-from coatcheck.worker.shown import clean, clean_json
 
 STEERING = (
     "\x1b]0;title\x07", "\x1b[2J", "\x9b2J", "\x08\x08", "\rOverwritten", "\x7f", "\x85",

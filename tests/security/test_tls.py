@@ -16,7 +16,7 @@ from tests.security.servers import HOST, Certificates, TlsBroker, TlsPostgres, w
 from coatcheck.broker import Broker, Message, Outgoing, Routing, connect
 from coatcheck.errors import BrokerUnavailable, InvalidSettings
 from coatcheck.store import Store
-from coatcheck.store.database import StoreNotReady
+from coatcheck.store.postgres.database import StoreNotReady
 
 
 @asynccontextmanager

@@ -36,8 +36,8 @@ from coatcheck.store.rows import (
     Verdict,
 )
 from coatcheck.worker import executor, replies, requests, sweeper
+from coatcheck.worker.engine.run_port import Superseded
 from coatcheck.worker.executor import End, Executor
-from coatcheck.worker.host import Superseded
 from coatcheck.worker.messages import call_message
 from coatcheck.worker.outbox import Marks, Outbox
 from coatcheck.worker.store_host import StoreHost
@@ -320,8 +320,8 @@ def the_sweeper_overlooks_leases() -> Sequence[Patch]:
 
 
 def _operation(name: str, value: Any) -> Patch:
-    from coatcheck.store import sweeps
     from coatcheck.store.memory import store
+    from coatcheck.store.postgres import sweeps
 
     return (store, "OPERATIONS", {**OPERATIONS, getattr(sweeps, name): value})
 
@@ -368,7 +368,7 @@ def any_copy_that_comes_back_is_taken_for_the_trigger() -> Sequence[Patch]:
 
 @bug
 def copies_of_a_request_are_left_unacked() -> Sequence[Patch]:
-    from coatcheck.worker.live import Live
+    from coatcheck.worker.live_runs import Live
 
     def attach(self: Live, delivery: Delivery) -> None:
         self.trigger = delivery

@@ -33,11 +33,11 @@ from coatcheck.store.memory.tables import Tables
 from coatcheck.worker import Client, Settings, Sweeper, Worker
 from coatcheck.worker import client as client_module
 from coatcheck.worker import executor as executor_module
-from coatcheck.worker import live as live_module
+from coatcheck.worker import live_runs as live_module
 from coatcheck.worker import requests as requests_module
 from coatcheck.worker import sweeper as sweeper_module
 from coatcheck.worker import worker as worker_module
-from coatcheck.worker.live import Live
+from coatcheck.worker.live_runs import Live
 
 T = TypeVar("T")
 

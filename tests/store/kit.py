@@ -11,6 +11,7 @@ from typing import Any
 from tests.store.bench import Bench, Row, Rows
 
 from coatcheck.store import Store, encode
+from coatcheck.store.postgres.sweeps import Retention
 from coatcheck.store.rows import (
     Address,
     Again,
@@ -36,7 +37,6 @@ from coatcheck.store.rows import (
     TaskState,
     Verdict,
 )
-from coatcheck.store.sweeps import Retention
 
 MINUTE = timedelta(minutes=1)
 DAY = timedelta(days=1)

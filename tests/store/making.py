@@ -14,6 +14,7 @@ from tests.store.kit import DAY, MINUTE, birth
 
 from coatcheck.store import CallId, CallState, Kind, Tables, Task, TaskId, TaskState
 from coatcheck.store.memory.tables import CallRow, TaskRow
+from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import (
     Again,
     Arrival,
@@ -32,7 +33,6 @@ from coatcheck.store.rows import (
     Request,
     Wake,
 )
-from coatcheck.store.sweeps import Renewal
 
 NOW = timedelta()
 TASK_COUNT = 8

@@ -8,8 +8,8 @@ from alembic.config import Config
 from sqlalchemy import Connection as CoreConnection
 from sqlalchemy import text
 
-from coatcheck.store.connection import Connection
-from coatcheck.store.database import Database
+from coatcheck.store.postgres.connection import Connection
+from coatcheck.store.postgres.database import Database
 
 DATA = Path(__file__).parent / "data"
 AGE = "2 minutes"

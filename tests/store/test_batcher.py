@@ -6,7 +6,7 @@ import pytest
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store.batcher import BATCH_ROUNDS, Batcher, Busy
-from coatcheck.store.database import LockTimeout
+from coatcheck.store.postgres.database import LockTimeout
 
 
 class Commits:

@@ -31,7 +31,8 @@ from tests.store.kit import (
     written,
 )
 
-from coatcheck.store import CallState, Kind, TaskState, claims, decode
+from coatcheck.store import CallState, Kind, TaskState, decode
+from coatcheck.store.postgres import claims
 from coatcheck.store.rows import Verdict
 
 

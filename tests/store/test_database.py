@@ -11,7 +11,7 @@ from tests.store.kit import birth, birth_put, calls, going, new_id, ok, park
 from coatcheck import points
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
-from coatcheck.store.database import SERVER_SETTINGS, Database, LockTimeout, StoreNotReady, parse_address
+from coatcheck.store.postgres.database import SERVER_SETTINGS, Database, LockTimeout, StoreNotReady, parse_address
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def test_server_that_does_not_answer_is_unavailable():
 
 
 async def test_server_that_never_speaks_is_given_up(monkeypatch):
-    monkeypatch.setattr("coatcheck.store.database.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("coatcheck.store.postgres.database.CONNECT_TIMEOUT_S", 0.2)
 
     async def be_silent(reader, writer):
         await reader.read()
@@ -270,7 +270,7 @@ async def test_full_disk_is_an_outage(database):
 
 
 async def test_pool_that_is_used_up_is_unavailable(store_url, monkeypatch):
-    monkeypatch.setattr("coatcheck.store.database.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("coatcheck.store.postgres.database.CONNECT_TIMEOUT_S", 0.2)
     database = Database(store_url, pool_size=1)
     release = asyncio.Event()
     holding = asyncio.create_task(database.transact(lambda connection: _hold(connection, release)))

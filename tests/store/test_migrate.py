@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 from tests.store.older import make_older, move_to
 
 from coatcheck.store import Store, migrate, newest_version
-from coatcheck.store.database import StoreNotReady
+from coatcheck.store.postgres.database import StoreNotReady
 
 migration = importlib.import_module("coatcheck.store.migrations.versions.0002_ended")
 

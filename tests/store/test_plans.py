@@ -36,10 +36,10 @@ from tests.store.kit import (
 )
 
 from coatcheck.store import Store
-from coatcheck.store.connection import Connection, _compiled
-from coatcheck.store.database import SERVER_SETTINGS
+from coatcheck.store.postgres.connection import Connection, _compiled
+from coatcheck.store.postgres.database import SERVER_SETTINGS
+from coatcheck.store.postgres.sweeps import Renewal, Retention
 from coatcheck.store.rows import Address, Request, Wake
-from coatcheck.store.sweeps import Renewal, Retention
 
 AT_REST = """
     WITH parked AS (

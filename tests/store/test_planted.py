@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import text
 from tests.store.kit import all_of, assert_sound, calls, done, get, going, ok, park, parking, put_of, start, written
 
-from coatcheck.store import claims, puts
+from coatcheck.store.postgres import claims, puts
 from coatcheck.store.rows import PutDone, PutRefused, Verdict
 
 ROUNDS = 40

@@ -78,7 +78,7 @@ async def test_wait_inside_an_async_generator_is_parked(coatcheck: Stage, task: 
 async def test_run_held_from_outside_is_told_with_its_line(
     coatcheck: Stage, monkeypatch: pytest.MonkeyPatch, task: str, line: str
 ):
-    monkeypatch.setattr("coatcheck.testing.pace.OUTSIDE_S", 0.2)
+    monkeypatch.setattr("coatcheck.testing.stage_clock.OUTSIDE_S", 0.2)
     coatcheck.peer("search").never()
     await coatcheck.run(app)
 
@@ -88,7 +88,7 @@ async def test_run_held_from_outside_is_told_with_its_line(
 
 async def test_time_passes_though_a_run_is_held(coatcheck: Stage, monkeypatch: pytest.MonkeyPatch):
     """The wait for what is outside is over once: not at every stop of the clock."""
-    monkeypatch.setattr("coatcheck.testing.pace.OUTSIDE_S", 0.2)
+    monkeypatch.setattr("coatcheck.testing.stage_clock.OUTSIDE_S", 0.2)
     coatcheck.peer("search").never()
     await coatcheck.run(app)
     with pytest.raises(Stuck):

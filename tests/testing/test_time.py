@@ -10,7 +10,7 @@ import pytest
 from coatcheck.broker.port import Message
 from coatcheck.errors import UsageError
 from coatcheck.testing import Stage, Stuck
-from coatcheck.testing.timing import Time
+from coatcheck.testing.virtual_time import Time
 from coatcheck.worker import App, CallFailed, Context, Retry, TaskFailed
 
 BASE_S = 0.3
@@ -287,7 +287,7 @@ async def test_branch_behind_a_lock_does_not_keep_the_task_in_ram(coatcheck):
 
 
 async def test_run_held_by_the_test_itself_is_at_rest(coatcheck, monkeypatch):
-    monkeypatch.setattr("coatcheck.testing.pace.OUTSIDE_S", 3600.0)  # nothing outside is to be waited for
+    monkeypatch.setattr("coatcheck.testing.stage_clock.OUTSIDE_S", 3600.0)  # nothing outside is to be waited for
     gate["open"] = asyncio.Event()
     ticket = await submit(coatcheck, "hold")
 

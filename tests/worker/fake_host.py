@@ -25,9 +25,9 @@ from coatcheck.store.rows import (
     OpenCall,
     Recorded,
 )
-from coatcheck.worker.context import Context
-from coatcheck.worker.host import Finished, Parked, Raised, Superseded
-from coatcheck.worker.run import Run
+from coatcheck.worker.engine.context import Context
+from coatcheck.worker.engine.run import Run
+from coatcheck.worker.engine.run_port import Finished, Parked, Raised, Superseded
 
 
 @dataclass

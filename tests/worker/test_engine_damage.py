@@ -12,8 +12,8 @@ from tests.worker.fake_host import Desk
 
 from coatcheck.store import CorruptBlob, blobs
 from coatcheck.store.rows import CallState
-from coatcheck.worker.context import Context
-from coatcheck.worker.host import Finished, Held
+from coatcheck.worker.engine.context import Context
+from coatcheck.worker.engine.run_port import Finished, Held
 from coatcheck.worker.problems import problem_of
 
 

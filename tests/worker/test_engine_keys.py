@@ -15,8 +15,8 @@ from tests.worker.fake_host import Desk, keys_of
 
 from coatcheck.errors import UsageError
 from coatcheck.store.rows import CallId, CallState, History, Kind, OpenCall, Recorded
-from coatcheck.worker.host import Held, Parked
-from coatcheck.worker.keys import NO_DIGEST, Journal, Scope, Wanted, digest_of, escape_name
+from coatcheck.worker.engine.keys import NO_DIGEST, Journal, Scope, Wanted, digest_of, escape_name
+from coatcheck.worker.engine.run_port import Held, Parked
 
 RAN: list[Any] = []
 

@@ -12,8 +12,8 @@ from tests.worker.fake_host import Desk, keys_of
 
 from coatcheck.errors import CallFailed, CallTimedOut
 from coatcheck.store.rows import Kind
-from coatcheck.worker.host import Finished, Parked
-from coatcheck.worker.selftest import find_unsupported
+from coatcheck.worker.engine.run_port import Finished, Parked
+from coatcheck.worker.engine.selftest import find_unsupported
 
 
 async def test_plain_await_is_parked_and_resumed():
@@ -477,7 +477,7 @@ async def gated() -> str:
 
 
 async def test_held_run_sends_its_calls_after_a_while(monkeypatch):
-    monkeypatch.setattr("coatcheck.worker.run.HELD_FLUSH_S", 0.01)
+    monkeypatch.setattr("coatcheck.worker.engine.run.HELD_FLUSH_S", 0.01)
     outside = asyncio.get_running_loop().create_future()
 
     async def wait_outside():

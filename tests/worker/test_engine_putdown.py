@@ -11,8 +11,8 @@ import pytest
 from tests.worker.fake_host import Desk, keys_of
 
 from coatcheck.errors import StoreUnavailable
-from coatcheck.worker.host import Abandoned, Cancelled, Finished, Held, Parked, Raised, Superseded
-from coatcheck.worker.tracking import Driver, PutDown, Tracked
+from coatcheck.worker.engine.run_port import Abandoned, Cancelled, Finished, Held, Parked, Raised, Superseded
+from coatcheck.worker.engine.tracking import Driver, PutDown, Tracked
 
 SEEN: list[Any] = []
 
@@ -143,7 +143,7 @@ async def test_user_code_that_swallows_everything_is_left_behind():
 
 
 async def test_cleanup_that_hangs_is_left_behind(monkeypatch):
-    monkeypatch.setattr("coatcheck.worker.run.UNWIND_S", 0.02)
+    monkeypatch.setattr("coatcheck.worker.engine.run.UNWIND_S", 0.02)
     forever = asyncio.get_running_loop().create_future()
 
     async def handler(ctx):
@@ -358,7 +358,7 @@ async def test_cancel_and_abandon_during_a_commit(verb):
 
 
 async def test_handler_that_ignores_a_cancel_is_cancelled_all_the_same(monkeypatch):
-    monkeypatch.setattr("coatcheck.worker.run.UNWIND_S", 0.02)
+    monkeypatch.setattr("coatcheck.worker.engine.run.UNWIND_S", 0.02)
 
     async def handler(ctx):
         while True:

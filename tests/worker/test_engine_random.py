@@ -18,7 +18,7 @@ from tests.worker.fake_host import Desk
 
 from coatcheck.errors import CallFailed
 from coatcheck.store.rows import CallState, Kind
-from coatcheck.worker.host import Abandoned, Finished, Parked
+from coatcheck.worker.engine.run_port import Abandoned, Finished, Parked
 
 SEEDS = int(os.environ.get("COATCHECK_TEST_SEEDS", "60"))
 BATCHES = 16

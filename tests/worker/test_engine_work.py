@@ -17,7 +17,7 @@ from tests.worker.fake_host import Desk, keys_of
 
 from coatcheck.errors import CallFailed, StepFailed, UsageError
 from coatcheck.store.rows import CallState, Kind, NewCall, TaskId
-from coatcheck.worker.host import Finished, Parked, Raised
+from coatcheck.worker.engine.run_port import Finished, Parked, Raised
 from coatcheck.worker.messages import call_message, peer_of_new
 from coatcheck.worker.retry import Retry
 
@@ -645,7 +645,7 @@ async def test_long_asyncio_sleep_is_warned_of():
 
 
 async def test_deadlock_in_user_code_is_reported_with_its_lines(monkeypatch):
-    monkeypatch.setattr("coatcheck.worker.run.DEADLOCK_S", 0.01)
+    monkeypatch.setattr("coatcheck.worker.engine.run.DEADLOCK_S", 0.01)
 
     async def handler(ctx):
         lock = asyncio.Lock()
@@ -664,7 +664,7 @@ async def test_deadlock_in_user_code_is_reported_with_its_lines(monkeypatch):
 
 
 async def test_line_that_keeps_a_run_in_ram_for_long_is_named(monkeypatch):
-    monkeypatch.setattr("coatcheck.worker.run.HELD_LONG_S", 0.01)
+    monkeypatch.setattr("coatcheck.worker.engine.run.HELD_LONG_S", 0.01)
 
     async def handler(ctx):
         call = asyncio.create_task(ctx.call("a"))

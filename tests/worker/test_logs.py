@@ -12,9 +12,9 @@ import structlog
 from coatcheck.broker.bodies import Body
 from coatcheck.store.rows import Kind
 from coatcheck.worker import logs
-from coatcheck.worker.keys import Wanted
+from coatcheck.worker.engine.keys import Wanted
+from coatcheck.worker.engine.work import CallWork
 from coatcheck.worker.settings import LogFormat, LogLevel
-from coatcheck.worker.work import CallWork
 
 
 class Terminal(io.StringIO):

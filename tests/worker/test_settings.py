@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.errors import InvalidSettings
+from coatcheck.worker.redaction import redacted_ends, redacted_start
 from coatcheck.worker.settings import (
     ENVIRONMENT,
     Checkpointing,
@@ -18,7 +19,6 @@ from coatcheck.worker.settings import (
     SettingsWarning,
     redacted,
 )
-from coatcheck.worker.shown import redacted_ends, redacted_start
 
 
 def load(environ=None, **overrides):

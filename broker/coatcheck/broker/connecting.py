@@ -14,7 +14,7 @@ def find_risk(url: str) -> str | None:
     """Say what somebody between us and this broker could do, and the remedy. None: nothing. Raises InvalidSettings."""
     match urlsplit(url).scheme:
         case "amqp" | "amqps":
-            from coatcheck.broker.amqp_address import AmqpAddress
+            from coatcheck.broker.amqp.address import AmqpAddress
 
             return AmqpAddress.parse(url).risk
         case "pg":
@@ -32,7 +32,7 @@ def connect(url: str, **settings: Any) -> Broker:
     scheme = urlsplit(url).scheme
     match scheme:
         case "amqp" | "amqps":
-            from coatcheck.broker.amqp import AmqpBroker
+            from coatcheck.broker.amqp.broker import AmqpBroker
 
             return AmqpBroker(url, checked)
         case "pg":

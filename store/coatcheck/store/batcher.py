@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from coatcheck.errors import StoreUnavailable, TransientError
-from coatcheck.store.database import LockTimeout
+from coatcheck.store.postgres.database import LockTimeout
 
 In = TypeVar("In")
 Out = TypeVar("Out")

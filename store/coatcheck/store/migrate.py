@@ -7,8 +7,8 @@ from importlib.resources import files
 from sqlalchemy import Connection as CoreConnection
 from sqlalchemy import text
 
-from coatcheck.store.connection import Connection
-from coatcheck.store.database import Database, StoreNotReady
+from coatcheck.store.postgres.connection import Connection
+from coatcheck.store.postgres.database import Database, StoreNotReady
 
 _LOCK = 0x636F6174  # "coat"
 MIGRATION_TIMEOUT_S = 600.0

@@ -27,7 +27,7 @@ from coatcheck.cli.payloads import read_problem
 from coatcheck.errors import CoatcheckError, NobodyThere, TaskCancelled, TaskFailed
 from coatcheck.store.rows import Task, TaskState
 from coatcheck.worker.client import Client, Ticket
-from coatcheck.worker.shown import clean
+from coatcheck.worker.redaction import clean
 
 NOT_YET = 3
 PATIENCE_S = 30.0

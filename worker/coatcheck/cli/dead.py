@@ -20,7 +20,7 @@ from coatcheck.cli.options import CONNECT_BUDGET, Command, broker_option, json_o
 from coatcheck.cli.output import duration, emit_json, moment, say, say_block, say_facts, say_table
 from coatcheck.cli.payloads import read_message
 from coatcheck.worker import servers
-from coatcheck.worker.shown import clean
+from coatcheck.worker.redaction import clean
 
 LARGEST_BODY = 128 * 1024 * 1024
 """A message may be dead because it was over the limit; redriving it must not fail for the same reason here."""

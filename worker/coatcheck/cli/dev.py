@@ -28,11 +28,11 @@ from coatcheck.cli.options import CONNECT_BUDGET, connections, load_settings
 from coatcheck.embedded import find_directory, is_running, join
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store.migrate import migrate
+from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import TaskState
-from coatcheck.store.store import Store
+from coatcheck.worker.log_streams import flush
 from coatcheck.worker.servers import HOME, settle
 from coatcheck.worker.settings import EMBEDDED_STORE, Checkpointing, LogLevel, Settings, is_embedded
-from coatcheck.worker.streams import flush
 from coatcheck.worker.worker import check_schema
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from coatcheck.cli.dev_probe import Offer
+from coatcheck.worker.redaction import clean
 from coatcheck.worker.settings import Checkpointing, Settings, is_embedded, redacted
-from coatcheck.worker.shown import clean
 
 PASSWORD_FILE = "postgres/password"  # noqa: S105 -- where it is, not what it is
 

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from coatcheck.cli.dev_repeats import Repeats
 from coatcheck.cli.output import LONGEST_IN_COLOUR, Terminal
+from coatcheck.worker.log_streams import LineFile, line_stream
+from coatcheck.worker.redaction import clean
 from coatcheck.worker.settings import LogLevel
-from coatcheck.worker.shown import clean
-from coatcheck.worker.streams import LineFile, line_stream
 
 STARTED = frozenset({"worker_started", "sweeper_started"})
 LEVELS = tuple(LogLevel)

@@ -7,8 +7,8 @@ from uuid import UUID
 
 import click
 
+from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import TaskId
-from coatcheck.store.store import Store
 
 FEWEST_DIGITS = 6
 MOST_LISTED = 10

@@ -79,7 +79,7 @@ class Commands(click.Group):
             leaves = _leaves(error)
             if not all(isinstance(leaf, CoatcheckError) for leaf in leaves):
                 raise
-            from coatcheck.worker.shown import clean, redacted
+            from coatcheck.worker.redaction import clean, redacted
 
             for text in dict.fromkeys(redacted(str(leaf)) for leaf in leaves):
                 click.echo(f"Error: {clean(text)}", err=True)
@@ -101,7 +101,7 @@ def _output_that_may_fail() -> Iterator[None]:
         _forget_stdout()
         raise click.ClickException(f"the output could not be written: {error.strerror}") from error
     finally:
-        if streams := sys.modules.get("coatcheck.worker.streams"):  # never imported: nothing was logged
+        if streams := sys.modules.get("coatcheck.worker.log_streams"):  # never imported: nothing was logged
             streams.flush()  # what was logged stands before what is said at the end
 
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coatcheck.worker.shown import clean as clean  # noqa: PLC0414 - the other commands take it from here
-from coatcheck.worker.shown import clean_json
+from coatcheck.worker.redaction import clean as clean  # noqa: PLC0414 - the other commands take it from here
+from coatcheck.worker.redaction import clean_json
 
 __all__ = [
     "LONGEST_IN_COLOUR",

@@ -27,12 +27,12 @@ from coatcheck.log import get_logger
 from coatcheck.points import arm_from_environment
 from coatcheck.store import migrate
 from coatcheck.store.rows import TaskId
+from coatcheck.worker.log_streams import flush
 from coatcheck.worker.logs import configure, default_format
+from coatcheck.worker.loop_watchdog import LoopWatch
 from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Checkpointing, EventLoop, Settings
-from coatcheck.worker.streams import flush
 from coatcheck.worker.sweeper import Sweeper
-from coatcheck.worker.watchdog import LoopWatch
 from coatcheck.worker.worker import Worker
 
 log = get_logger(__name__)

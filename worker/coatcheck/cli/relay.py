@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from coatcheck.worker.streams import LineStream
+from coatcheck.worker.log_streams import LineStream
 
 LONGEST_LINE = 1024 * 1024
 CHUNK = 64 * 1024

@@ -22,7 +22,7 @@ from coatcheck.cli.link import SupervisorEnd
 from coatcheck.cli.meters import Meter
 from coatcheck.cli.relay import relay
 from coatcheck.log import get_logger
-from coatcheck.worker.streams import line_stream
+from coatcheck.worker.log_streams import line_stream
 
 log = get_logger(__name__)
 

@@ -18,7 +18,7 @@ import structlog
 from coatcheck.cli.supervisor import Plan, Supervisor
 from coatcheck.errors import InvalidSettings
 from coatcheck.worker.logs import configure
-from coatcheck.worker.shown import clean, redacted
+from coatcheck.worker.redaction import clean, redacted
 
 
 def _run(plan: Plan) -> int:

@@ -29,9 +29,9 @@ from coatcheck.cli.meters import Merged, Meter, merge, read_meters, without_gaug
 from coatcheck.cli.replicas import ADDRESSES, End, Replica, Surroundings
 from coatcheck.log import get_logger
 from coatcheck.worker.health import HealthServer
+from coatcheck.worker.log_streams import flush
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.settings import LogFormat, LogLevel
-from coatcheck.worker.streams import flush
 
 log = get_logger(__name__)
 

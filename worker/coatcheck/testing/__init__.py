@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from coatcheck.testing.replicas import Replica
     from coatcheck.testing.scripts import Script
     from coatcheck.testing.stage import DeadLetter, Stage
-    from coatcheck.testing.tickets import Entry, Ticket
+    from coatcheck.testing.stage_tasks import Entry, Ticket
 
 _HOMES = {
     "Asked": "peers",

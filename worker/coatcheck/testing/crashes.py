@@ -25,17 +25,17 @@ from coatcheck import points
 from coatcheck.errors import TaskFailed, UsageError
 from coatcheck.store import blobs
 from coatcheck.store.rows import TaskState
-from coatcheck.testing.apart import Died, run_apart
 from coatcheck.testing.crash_report import Crash, CrashReport, Difference
 from coatcheck.testing.errors import CrashesDiffer
-from coatcheck.testing.pace import Pace
-from coatcheck.testing.remembering import Memory
+from coatcheck.testing.recording_store import Memory
 from coatcheck.testing.replicas import Replica
-from coatcheck.testing.scene import Scene
+from coatcheck.testing.separate_loop import Died, run_apart
 from coatcheck.testing.stage import Stage
+from coatcheck.testing.stage_clock import Pace
+from coatcheck.testing.stage_parts import Scene
+from coatcheck.testing.stage_tasks import Ticket
 from coatcheck.testing.stuck import explain
-from coatcheck.testing.tickets import Ticket
-from coatcheck.testing.timing import current_part
+from coatcheck.testing.virtual_time import current_part
 from coatcheck.worker.app import App
 
 __all__ = ["Peers", "crash_at_every_checkpoint"]

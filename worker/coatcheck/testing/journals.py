@@ -15,7 +15,7 @@ from coatcheck.errors import UsageError
 from coatcheck.store import blobs
 from coatcheck.store.blobs import Codec
 from coatcheck.store.rows import Caller, CallId, CallState, History, Kind, OpenCall, Recorded, Task, TaskId
-from coatcheck.testing.tickets import Ticket
+from coatcheck.testing.stage_tasks import Ticket
 from coatcheck.worker.client import Client
 
 __all__ = ["Journal", "history_of", "load", "record", "record_from_store"]

@@ -15,18 +15,18 @@ from coatcheck.errors import InvalidArguments
 from coatcheck.store import blobs
 from coatcheck.store.memory import Tables
 from coatcheck.store.rows import Changes, Committed, Kind, TaskState
-from coatcheck.testing.apart import run_apart
 from coatcheck.testing.errors import ReplayFailed
 from coatcheck.testing.journals import Journal, blob_of, caller_of, history_of, load, task_id_of
-from coatcheck.testing.pace import Pace
+from coatcheck.testing.separate_loop import run_apart
 from coatcheck.testing.stage import FIRST_DAY
-from coatcheck.testing.timing import Part, Time, unwrap, wrap
+from coatcheck.testing.stage_clock import Pace
+from coatcheck.testing.virtual_time import Part, Time, unwrap, wrap
 from coatcheck.worker.app import App
 from coatcheck.worker.binding import Bound
-from coatcheck.worker.context import Context
-from coatcheck.worker.host import Finished, Held, Outcome, Raised, Superseded
+from coatcheck.worker.engine.context import Context
+from coatcheck.worker.engine.run import Run
+from coatcheck.worker.engine.run_port import Finished, Held, Outcome, Raised, Superseded
 from coatcheck.worker.messages import to_body
-from coatcheck.worker.run import Run
 
 __all__ = ["Replay", "assert_replays", "check_replay"]
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from coatcheck.broker.memory import MemoryBroker
-from coatcheck.testing.timing import Part
+from coatcheck.testing.virtual_time import Part
 from coatcheck.worker.app import App
 from coatcheck.worker.worker import Worker
 

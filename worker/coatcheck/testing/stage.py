@@ -14,9 +14,9 @@ from coatcheck.errors import MalformedMessage, UsageError
 from coatcheck.store.rows import Task
 from coatcheck.testing.peers import Peer
 from coatcheck.testing.replicas import Replica
-from coatcheck.testing.scene import Scene
 from coatcheck.testing.scripts import seconds_of
-from coatcheck.testing.tickets import Ticket
+from coatcheck.testing.stage_parts import Scene
+from coatcheck.testing.stage_tasks import Ticket
 from coatcheck.worker.app import App
 
 __all__ = ["FIRST_DAY", "DeadLetter", "Stage"]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from coatcheck.store import blobs
 from coatcheck.store.memory.tables import CallRow, TaskRow
 from coatcheck.store.rows import Kind, TaskId, TaskState
-from coatcheck.worker import classify
-from coatcheck.worker.live import Live
+from coatcheck.worker.engine import classify
+from coatcheck.worker.live_runs import Live
 
 if TYPE_CHECKING:
-    from coatcheck.testing.scene import Scene
+    from coatcheck.testing.stage_parts import Scene
 
 __all__ = ["explain", "explain_held"]
 

@@ -14,7 +14,7 @@ from coatcheck.errors import (
 from coatcheck.store.rows import Caller
 from coatcheck.worker.app import App
 from coatcheck.worker.client import Client, NoSuchTask, Ticket
-from coatcheck.worker.context import Context
+from coatcheck.worker.engine.context import Context
 from coatcheck.worker.retry import Backoff, Retry
 from coatcheck.worker.settings import Checkpointing, Settings
 from coatcheck.worker.sweeper import Sweeper

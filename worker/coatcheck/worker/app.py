@@ -15,7 +15,7 @@ from coatcheck.worker.retry import Retry
 from coatcheck.worker.settings import Settings
 
 if TYPE_CHECKING:
-    from coatcheck.worker.context import Context
+    from coatcheck.worker.engine.context import Context
 
 # A type checker flags a plain `def`, and a function that does not take the context first.
 Function = TypeVar("Function", bound="Callable[Concatenate[Context, ...], Coroutine[Any, Any, Any]]")

@@ -30,8 +30,8 @@ from msgspec import inspect as inspected
 from coatcheck.decoding import Refused, check_msgpack
 from coatcheck.errors import InvalidArguments, UsageError
 from coatcheck.store import blobs
-from coatcheck.worker.members import FEWEST_BYTES, all_of_json, check_members, chosen_members
-from coatcheck.worker.unread import Unread, Watch, nodes, watch_for
+from coatcheck.worker.hash_flooding import FEWEST_BYTES, all_of_json, check_members, chosen_members
+from coatcheck.worker.unread_fields import Unread, Watch, nodes, watch_for
 
 __all__ = ["Binding", "Body", "Handler", "Parameter"]
 

@@ -14,8 +14,8 @@ from coatcheck.broker.wire import make_cancel, parse_control
 from coatcheck.errors import MalformedMessage
 from coatcheck.log import get_logger
 from coatcheck.store.rows import TaskId
-from coatcheck.worker.host import Superseded
-from coatcheck.worker.live import Live
+from coatcheck.worker.engine.run_port import Superseded
+from coatcheck.worker.live_runs import Live
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.store_host import StoreHost
 

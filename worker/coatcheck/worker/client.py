@@ -22,14 +22,14 @@ from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob, decode
-from coatcheck.store.queries import Line
+from coatcheck.store.postgres.queries import Line
+from coatcheck.store.postgres.store import OpenStore, Store
 from coatcheck.store.rows import Task, TaskId, TaskState
-from coatcheck.store.store import OpenStore, Store
 from coatcheck.worker import tracing
-from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.servers import no_server, settle
 from coatcheck.worker.settings import Settings, is_embedded
+from coatcheck.worker.tls_warnings import warn_of_exposures
 
 log = get_logger(__name__)
 

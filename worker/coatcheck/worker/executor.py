@@ -34,13 +34,15 @@ from coatcheck.errors import (
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
+from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
-from coatcheck.store.sweeps import Renewal
 from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
-from coatcheck.worker.context import Context
-from coatcheck.worker.host import (
+from coatcheck.worker.engine.context import Context
+from coatcheck.worker.engine.keys import damage
+from coatcheck.worker.engine.run import Run
+from coatcheck.worker.engine.run_port import (
     NO_CHANGES,
     Abandoned,
     CallDefaults,
@@ -52,14 +54,12 @@ from coatcheck.worker.host import (
     Superseded,
     Unfinished,
 )
-from coatcheck.worker.keys import damage
-from coatcheck.worker.live import Live
+from coatcheck.worker.live_runs import Live
 from coatcheck.worker.messages import answers, to_body
 from coatcheck.worker.outbox import pause_s
 from coatcheck.worker.problems import Code, cancelled_problem, problem, problem_of, traceback_of
 from coatcheck.worker.ram_host import FallingHost, RamCalls, RamHost
 from coatcheck.worker.resending import leave_final
-from coatcheck.worker.run import Run
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.settings import Checkpointing
 from coatcheck.worker.store_host import StoreHost

@@ -24,10 +24,10 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from coatcheck.log import lost_lines, set_guard
-from coatcheck.worker.events import EVENTS
+from coatcheck.worker.log_events import EVENTS
+from coatcheck.worker.log_streams import line_stream
+from coatcheck.worker.redaction import clean, clean_json, redacted_ends
 from coatcheck.worker.settings import LogFormat, LogLevel
-from coatcheck.worker.shown import clean, clean_json, redacted_ends
-from coatcheck.worker.streams import line_stream
 
 __all__ = ["configure"]
 

@@ -19,8 +19,8 @@ from coatcheck.store.blobs import Codec, CorruptBlob, decode, pack, unpack
 from coatcheck.store.rows import Address, Birth, Caller, CallId, Kind, NewCall, Peer, Task, TaskId, TaskState
 from coatcheck.worker import tracing
 from coatcheck.worker.callers import digest_with
+from coatcheck.worker.engine.keys import base_of
 from coatcheck.worker.ids import derived_id, new_id
-from coatcheck.worker.keys import base_of
 from coatcheck.worker.problems import problem
 
 log = get_logger(__name__)

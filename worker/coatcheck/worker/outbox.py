@@ -28,8 +28,8 @@ from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailabl
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob
+from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import CallId, Kind, Peer
-from coatcheck.store.store import Store
 from coatcheck.worker.destinations import REPLIES, Destinations
 from coatcheck.worker.messages import call_message, cancel_message
 from coatcheck.worker.metrics import Metrics

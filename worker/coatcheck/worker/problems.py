@@ -29,7 +29,7 @@ from coatcheck.errors import (
     WorkFailed,
 )
 from coatcheck.store.blobs import CorruptBlob
-from coatcheck.worker.shown import redacted_ends, redacted_start
+from coatcheck.worker.redaction import redacted_ends, redacted_start
 
 __all__ = ["CODES", "Code", "CodeInfo", "describe_codes", "problem", "problem_of", "traceback_of"]
 

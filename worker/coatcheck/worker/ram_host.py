@@ -32,7 +32,7 @@ from coatcheck.store.rows import (
     Request,
     Ruling,
 )
-from coatcheck.worker.live import Live
+from coatcheck.worker.live_runs import Live
 from coatcheck.worker.messages import peer_of_new, to_blob
 from coatcheck.worker.outbox import pause_s
 from coatcheck.worker.problems import problem

@@ -22,14 +22,14 @@ from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import encode
+from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import Arrival, CallId, CallState, Ruling, TaskId, TaskState, Verdict, Wake
-from coatcheck.store.sweeps import Renewal
 from coatcheck.worker.broadcast import poke_message
 from coatcheck.worker.deadletters import bury
+from coatcheck.worker.deliveries import Hops, Work
 from coatcheck.worker.executor import Executor
-from coatcheck.worker.hops import Hops, Work
 from coatcheck.worker.ids import parse_id
-from coatcheck.worker.live import Live, live_from_task
+from coatcheck.worker.live_runs import Live, live_from_task
 from coatcheck.worker.messages import cancel_message, to_blob
 from coatcheck.worker.problems import problem
 from coatcheck.worker.resending import send_unsent

@@ -21,20 +21,20 @@ from coatcheck.broker.topology import takes_replies
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected, TransientError, Unauthorized
 from coatcheck.log import get_logger
 from coatcheck.points import reach
-from coatcheck.store.births import REQUEST_TRIGGER
+from coatcheck.store.postgres.sweeps import Renewal
+from coatcheck.store.postgres.task_inserts import REQUEST_TRIGGER
 from coatcheck.store.rows import MOST_ADDRESSES, Address, Birth, Caller, Request, Ruling, Task, TaskId, Verdict, Wake
-from coatcheck.store.sweeps import Renewal
 from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.callers import digest_with, find_caller
 from coatcheck.worker.deadletters import bury
+from coatcheck.worker.engine.work import CLOCKS_DIFFER
 from coatcheck.worker.executor import Executor
-from coatcheck.worker.live import Live, live_from_task
+from coatcheck.worker.live_runs import Live, live_from_task
 from coatcheck.worker.messages import address_of, birth_of, deadline_of, errors, task_id_of
 from coatcheck.worker.problems import cancelled_problem, problem, problem_of
 from coatcheck.worker.resending import answer_one, send_unsent
 from coatcheck.worker.runtime import Runtime
-from coatcheck.worker.work import CLOCKS_DIFFER
 
 log = get_logger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coatcheck.broker.bodies import Limits
-from coatcheck.store.store import Store
+from coatcheck.store.postgres.store import Store
 from coatcheck.worker.app import App
-from coatcheck.worker.gate import StoreGate
-from coatcheck.worker.live import LiveRuns, Slots
+from coatcheck.worker.live_runs import LiveRuns, Slots
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Hints, Marks, Outbox
 from coatcheck.worker.settings import Checkpointing, Settings
+from coatcheck.worker.store_outage import StoreGate
 
 
 @dataclass(frozen=True, slots=True)

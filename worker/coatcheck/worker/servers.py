@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from coatcheck.errors import NobodyThere
 from coatcheck.store.migrate import migrate, newest_version
-from coatcheck.store.store import Store
+from coatcheck.store.postgres.store import Store
 from coatcheck.worker.settings import QUEUES_IN_STORE, Checkpointing, Settings, is_embedded
 
 HOME = ".coatcheck"

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from coatcheck.broker.topology import SWEEPER_QUEUE
 from coatcheck.errors import InvalidSettings
-from coatcheck.worker.shown import redacted
+from coatcheck.worker.redaction import redacted
 
 __all__ = [
     "ENVIRONMENT",

@@ -41,8 +41,8 @@ from coatcheck.store.rows import (
     Ruling,
     Verdict,
 )
-from coatcheck.worker.host import Superseded
-from coatcheck.worker.live import Live
+from coatcheck.worker.engine.run_port import Superseded
+from coatcheck.worker.live_runs import Live
 from coatcheck.worker.messages import peer_of_new
 from coatcheck.worker.runtime import Runtime
 

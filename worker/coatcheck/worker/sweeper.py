@@ -33,16 +33,16 @@ from coatcheck.broker.wire import make_resume, make_timeout
 from coatcheck.errors import BrokerUnavailable, CoatcheckError, TransientError
 from coatcheck.log import get_logger
 from coatcheck.points import reach
+from coatcheck.store.postgres.store import OpenStore, Store
+from coatcheck.store.postgres.sweeps import LookedAt, Retention
 from coatcheck.store.rows import Address, Task, TaskId, TaskState
-from coatcheck.store.store import OpenStore, Store
-from coatcheck.store.sweeps import LookedAt, Retention
-from coatcheck.worker.exposure import warn_of_exposures
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Outbox
 from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Settings
+from coatcheck.worker.tls_warnings import warn_of_exposures
 from coatcheck.worker.worker import check_schema
 
 log = get_logger(__name__)

@@ -26,27 +26,27 @@ from coatcheck.broker.wire import make_resume
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
 from coatcheck.log import get_logger
 from coatcheck.store.migrate import newest_version
-from coatcheck.store.store import OpenStore, Store
+from coatcheck.store.postgres.store import OpenStore, Store
 from coatcheck.worker.app import App
 from coatcheck.worker.broadcast import Broadcasts
 from coatcheck.worker.control import Orders
+from coatcheck.worker.deliveries import Hop, Hops
+from coatcheck.worker.engine.selftest import find_unsupported
 from coatcheck.worker.executor import Executor
-from coatcheck.worker.exposure import warn_of_exposures
-from coatcheck.worker.gate import StoreGate
 from coatcheck.worker.health import HealthServer
-from coatcheck.worker.hops import Hop, Hops
 from coatcheck.worker.leases import Leases
-from coatcheck.worker.live import LiveRuns, Slots
+from coatcheck.worker.live_runs import LiveRuns, Slots
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Hints, Marks, Outbox
 from coatcheck.worker.ram_host import RamCalls
 from coatcheck.worker.replies import Replies
 from coatcheck.worker.requests import Requests
 from coatcheck.worker.runtime import Runtime
-from coatcheck.worker.selftest import find_unsupported
 from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Checkpointing, Settings, redacted
-from coatcheck.worker.watch import SweeperWatch
+from coatcheck.worker.store_outage import StoreGate
+from coatcheck.worker.sweeper_watch import SweeperWatch
+from coatcheck.worker.tls_warnings import warn_of_exposures
 
 log = get_logger(__name__)
 

@@ -19,8 +19,8 @@ import asyncpg
 from coatcheck import search_path, tls
 from coatcheck.broker.port import BrokerStats
 from coatcheck.broker.postgres.address import TLS_OPTIONS, PostgresAddress
+from coatcheck.broker.reconnect import AnyUplink
 from coatcheck.broker.settings import BrokerSettings
-from coatcheck.broker.uplink import AnyUplink
 from coatcheck.errors import BrokerUnavailable
 from coatcheck.log import get_logger
 

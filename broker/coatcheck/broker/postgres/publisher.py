@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import asyncpg
 
+from coatcheck.broker.background import reap
 from coatcheck.broker.headers import REASON
 from coatcheck.broker.port import BrokerStats, Outgoing, Routing, count_routings
 from coatcheck.broker.postgres.codec import encode_head, is_nameable
 from coatcheck.broker.postgres.link import DRIVER_ERRORS, Link, Uplink, describe
 from coatcheck.broker.postgres.statements import PUBLISH
 from coatcheck.broker.settings import MEBIBYTE, BrokerSettings
-from coatcheck.broker.tasks import reap
 from coatcheck.errors import BrokerUnavailable, CoatcheckError, MalformedMessage, OversizedMessage
 from coatcheck.points import reach
 

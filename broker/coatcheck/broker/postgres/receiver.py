@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from coatcheck.broker.background import reap, spawn, wait_first
 from coatcheck.broker.port import BrokerStats
 from coatcheck.broker.postgres.consumer import PostgresConsumer
 from coatcheck.broker.postgres.keeper import bury, bury_the_dead, sweep
@@ -34,7 +35,6 @@ from coatcheck.broker.postgres.statements import (
     RENEW_SESSION,
 )
 from coatcheck.broker.settings import BrokerSettings
-from coatcheck.broker.tasks import reap, spawn, wait_first
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, UsageError
 from coatcheck.log import get_logger
 

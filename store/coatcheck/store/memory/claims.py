@@ -8,8 +8,8 @@ from datetime import timedelta
 
 from msgspec.structs import replace
 
-from coatcheck.store.births import REQUEST_TRIGGER, births_by_pickups
 from coatcheck.store.memory.tables import CallRow, Tables, as_json, check_address, check_bytes, earliest
+from coatcheck.store.postgres.task_inserts import REQUEST_TRIGGER, births_by_pickups
 from coatcheck.store.rows import (
     MAX_HISTORY,
     MOST_ADDRESSES,

@@ -10,7 +10,6 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from coatcheck.store.batcher import Busy
-from coatcheck.store.births import REQUEST_TRIGGER
 from coatcheck.store.memory.tables import (
     RESEND_AFTER,
     Tables,
@@ -20,7 +19,8 @@ from coatcheck.store.memory.tables import (
     check_text,
     refuse,
 )
-from coatcheck.store.puts import printable
+from coatcheck.store.postgres.puts import printable
+from coatcheck.store.postgres.task_inserts import REQUEST_TRIGGER
 from coatcheck.store.rows import (
     Again,
     CallState,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, check_text, earliest
-from coatcheck.store.queries import Backlog, Late, Line, ServiceCount, Summary
+from coatcheck.store.postgres.queries import Backlog, Late, Line, ServiceCount, Summary
 from coatcheck.store.rows import CallState, History, Kind, Task, TaskId, TaskState
 
 WITH_A_FAILURE = (TaskState.HELD, TaskState.RETRYING, TaskState.FAILED, TaskState.CANCELLED)

@@ -8,19 +8,19 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from coatcheck.store import cancels as pg_cancels
-from coatcheck.store import claims as pg_claims
-from coatcheck.store import puts as pg_puts
-from coatcheck.store import queries as pg_queries
-from coatcheck.store import records as pg_records
-from coatcheck.store import sweeps as pg_sweeps
 from coatcheck.store.batcher import LANE_WIDTH, Observe
-from coatcheck.store.in_flight import InFlight
 from coatcheck.store.memory import cancels, claims, puts, queries, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.migrate import newest_version, schema_version
+from coatcheck.store.postgres import cancels as pg_cancels
+from coatcheck.store.postgres import claims as pg_claims
+from coatcheck.store.postgres import puts as pg_puts
+from coatcheck.store.postgres import queries as pg_queries
+from coatcheck.store.postgres import records as pg_records
+from coatcheck.store.postgres import sweeps as pg_sweeps
+from coatcheck.store.postgres.in_flight import InFlight
+from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import MAX_HISTORY
-from coatcheck.store.store import Store
 
 T = TypeVar("T")
 

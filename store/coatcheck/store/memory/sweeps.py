@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from coatcheck.store.blobs import is_damaged
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, earliest
-from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, Kind, TaskId, TaskState
-from coatcheck.store.sweeps import (
+from coatcheck.store.postgres.sweeps import (
     LONGEST_AGAIN,
     LONGEST_RESEND,
     SHORTEST_RESEND,
@@ -21,6 +20,7 @@ from coatcheck.store.sweeps import (
     Renewed,
     Retention,
 )
+from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, Kind, TaskId, TaskState
 
 Seen = TypeVar("Seen", CallRow, TaskRow)
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeVar
 from msgspec.structs import replace
 
 from coatcheck.errors import Rejected
-from coatcheck.store.births import RESEND_AFTER_S
-from coatcheck.store.records import from_json, to_json
+from coatcheck.store.postgres.records import from_json, to_json
+from coatcheck.store.postgres.task_inserts import RESEND_AFTER_S
 from coatcheck.store.rows import (
     Address,
     Birth,

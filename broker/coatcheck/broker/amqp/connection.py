@@ -1,0 +1,301 @@
+"""One AMQP connection (`Link`), and the supervisor that always has the next one ready (`Uplink`).
+
+    down ──connect, with back-off──► up ──socket closed, heartbeats missed, or abort()──► down …
+                                      └── blocked by an alarm ◄──► unblocked
+
+A link is lost once and for good. Whoever used it finds its `lost` event set, drops what hung on it, and asks the
+uplink for another. Nothing is carried over, so nothing can be carried over wrongly; that is why aio-pika's robust
+layer is not used: it reopens channels under deliveries that belong to the old ones. We stand on its driver, aiormq,
+alone, and only for what is not a message: see `amqp_wire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import aiormq
+from aiormq.channel import Channel
+from aiormq.connection import Connection
+from aiormq.exceptions import AMQPChannelError, AMQPError, ChannelInvalidStateError
+
+from coatcheck import tls
+from coatcheck.broker.amqp.address import TLS_OPTIONS, AmqpAddress
+from coatcheck.broker.amqp.socket import Receiver, Wire, WireFactory
+from coatcheck.broker.background import reap, spawn, wait_first
+from coatcheck.broker.port import BrokerStats
+from coatcheck.broker.reconnect import AnyUplink
+from coatcheck.broker.settings import BrokerSettings
+from coatcheck.errors import BrokerUnavailable
+from coatcheck.log import get_logger
+
+T = TypeVar("T")
+log = get_logger(__name__)
+
+DRIVER_ERRORS = (AMQPError, ChannelInvalidStateError, OSError, RuntimeError)
+_REFUSALS = (
+    aiormq.exceptions.ProbableAuthenticationError,
+    aiormq.exceptions.AuthenticationError,
+    aiormq.exceptions.ConnectionNotAllowed,
+)
+_HARD_CLOSE_AFTER_S = 3.0
+_NEEDED = ("publisher_confirms", "basic.nack", "consumer_cancel_notify")
+
+
+# --- errors ---
+
+
+async def genuine(work: Awaitable[T]) -> T:
+    """Await a driver call, and set right what it does to cancellation.
+
+    When a connection is stuck, aiormq cancels the futures inside its calls. Left alone, that `CancelledError` would
+    slip past every `except Exception` and end the calling loop in silence: here it becomes a `ConnectionError`.
+    The other way round, `asyncio.wait_for` before Python 3.12 drops a cancellation that comes together with the answer,
+    and a loop that was told to end goes on for ever: here it is raised after all. And what the driver raises that is no
+    error of its own kind would end the loops that reconnect and consume, and leave a process that is deaf for good.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        answer = await work
+    except asyncio.CancelledError as exc:
+        if task.cancelling() == 0:
+            raise ConnectionError("the connection was lost while waiting for the broker") from exc
+        raise
+    except StopAsyncIteration as exc:  # how aiormq says that a handshake came to an end before its time
+        raise ConnectionError("the broker hung up during the handshake") from exc
+    except Exception as exc:
+        if type(exc) is Exception:  # how it says that a channel was closed without a reason
+            raise ConnectionError("the channel was closed") from exc
+        raise
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return answer
+
+
+@asynccontextmanager
+async def translating(what: str) -> AsyncIterator[None]:
+    """Turn every way the driver can fail into `BrokerUnavailable`, said once, with its cause."""
+    try:
+        yield
+    except Exception as exc:
+        # On a channel that was closed without a reason the driver raises a bare Exception.
+        if isinstance(exc, DRIVER_ERRORS) or type(exc) is Exception:
+            raise BrokerUnavailable(f"{what}: {describe(exc)}") from exc
+        raise
+
+
+def describe(exc: BaseException) -> str:
+    """Say what went wrong in one line; timeouts and bare exceptions have no text of their own."""
+    if isinstance(exc, TimeoutError):
+        return "no answer in time"
+    return tls.explain(exc, TLS_OPTIONS) or str(exc) or repr(exc)
+
+
+# --- one connection ---
+
+
+class Link:
+    """One live connection, until `lost` is set."""
+
+    def __init__(self, role: str, stats: BrokerStats) -> None:
+        self.role = role
+        self.stats = stats
+        self.lost = asyncio.Event()
+        self.unblocked = asyncio.Event()
+        self.unblocked.set()
+        self.frame_max = 0
+        self.reason = ""
+        self.error: BaseException | None = None
+        self._on_lost: list[Callable[[], None]] = []
+        self._connection: Connection | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._factory: WireFactory | None = None
+
+    @classmethod
+    async def open(cls, address: AmqpAddress, settings: BrokerSettings, *, role: str, stats: BrokerStats) -> Link:
+        """Connect, handshake included. Raises a driver error after `connect_timeout`."""
+        link = cls(role, stats)
+        link._factory = WireFactory(address.context, on_alarm=link._on_alarm, on_violation=link.abort)
+        connection = Connection(
+            address.url.with_query(
+                heartbeat=str(int(settings.heartbeat.total_seconds())), name=f"{settings.name} {role}"
+            ),
+            context=address.context,
+            transport_factory=link._factory,
+        )
+        try:
+            async with asyncio.timeout(settings.connect_timeout.total_seconds()):
+                await genuine(connection.connect())
+            _check_capabilities(connection)
+        except BaseException as exc:
+            link._hang_up()
+            if link.lost.is_set() and isinstance(exc, Exception):  # the driver sees the end of it, not the cause
+                raise ConnectionError(link.reason) from exc
+            raise
+        link._connection = connection
+        link.frame_max = connection.connection_tune.frame_max or 0
+        connection.closing.add_done_callback(link._on_closed)
+        return link
+
+    @property
+    def wire(self) -> Wire:
+        assert self._factory is not None
+        assert self._factory.wire is not None
+        return self._factory.wire
+
+    def write(self, frames: bytes) -> None:
+        """Write whole frames of channels of ours. On a lost link they vanish."""
+        self.wire.write(frames)
+
+    def attach(self, channel: Channel, receiver: Receiver) -> None:
+        """Give a channel's messages and confirms to `receiver` until the channel is closed."""
+        self.wire.attach(channel.number, receiver)
+        channel.closing.add_done_callback(lambda _: self.wire.detach(channel.number, receiver))
+
+    async def channel(self, *, confirms: bool = False, timeout_s: float) -> Channel:
+        """Open a channel. Cancelling or timing out closes that channel, and no other."""
+        assert self._connection is not None
+        if self.lost.is_set():
+            raise ConnectionError(f"the connection is lost: {self.reason}")
+        # The lowest that is free: left to itself the driver counts up, past what a broker may allow.
+        number = next(number for number in itertools.count(1) if number not in self._connection.channels)
+        opening = self._connection.channel(number, publisher_confirms=confirms, timeout=timeout_s)
+        channel = await genuine(opening)
+        assert isinstance(channel, Channel)
+        return channel
+
+    async def close_channel(self, channel: Channel, *, timeout_s: float) -> None:
+        """Close a channel; what is unacked on it goes back. Whoever is cancelled leaves, the closing goes on."""
+        await asyncio.wait([self.begin_closing(channel, timeout_s=timeout_s)])
+
+    def begin_closing(self, channel: Channel, *, timeout_s: float) -> asyncio.Task[None]:
+        """Close a channel in a task of its own: cancelled half way, the driver would close it twice, and the broker
+        answers that by closing the connection.
+        """
+
+        async def close() -> None:
+            with suppress(*DRIVER_ERRORS):
+                await genuine(channel.close(timeout=timeout_s))
+
+        closing = spawn(close(), f"broker-channel-{channel.number}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
+    def call_when_lost(self, callback: Callable[[], None]) -> None:
+        """Call back as soon as the link is lost; at once if it is."""
+        if self.lost.is_set():
+            callback()
+        else:
+            self._on_lost.append(callback)
+
+    def forget(self, callback: Callable[[], None]) -> None:
+        """Do not call back any more. A link lives for months, its users come and go."""
+        if callback in self._on_lost:
+            self._on_lost.remove(callback)
+
+    def _on_alarm(self, is_blocked: bool) -> None:
+        """The broker is short of memory or disk and reads nothing we publish, until it says otherwise."""
+        if is_blocked != self.unblocked.is_set():
+            return  # known
+        if not is_blocked:
+            self.unblocked.set()
+            return
+        self.unblocked.clear()
+        self.stats.blocked_count += 1
+        log.warning("broker_blocked", role=self.role)
+
+    def abort(self, reason: str) -> None:
+        """Give the connection up now, without a word to the other end, which may be unreachable."""
+        if not self.lost.is_set():
+            log.warning("broker_link_aborted", role=self.role, reason=reason)
+        self._mark_lost(reason)
+        self._hang_up()
+
+    async def close(self) -> None:
+        """Part from the broker politely, within a few seconds; hard after that. Repeating it is safe."""
+        self._mark_lost("closed")
+        if self._connection is None:
+            return
+        with suppress(*DRIVER_ERRORS):
+            async with asyncio.timeout(_HARD_CLOSE_AFTER_S):
+                await genuine(self._connection.close())
+        self._hang_up()
+        for closing in tuple(self._closing):
+            await reap(closing)
+
+    def _hang_up(self) -> None:
+        if self._factory is not None and self._factory.writer is not None:
+            self._factory.writer.transport.abort()
+
+    def _on_closed(self, closing: asyncio.Future[Any]) -> None:
+        error = None if closing.cancelled() else closing.exception()
+        if isinstance(error, asyncio.CancelledError):  # how the driver says that it heard nothing for too long
+            error = ConnectionError("the connection was stuck")
+        if not self.lost.is_set():
+            self.error = error
+        self._mark_lost(describe(error) if error else "closed")
+
+    def _mark_lost(self, reason: str) -> None:
+        if not self.lost.is_set():
+            self.reason = reason
+            self.lost.set()
+            callbacks, self._on_lost = self._on_lost, []
+            for callback in callbacks:
+                callback()
+        self.unblocked.set()  # nobody waits for a connection that is gone
+
+
+def _check_capabilities(connection: Connection) -> None:
+    """Raise ConnectionError for a broker without what we rely on. The driver would fall over it later."""
+    offered = connection.server_properties.get("capabilities")
+    lacking = [name for name in _NEEDED if not (isinstance(offered, dict) and offered.get(name))]
+    if lacking:
+        raise ConnectionError(f"the broker lacks {' and '.join(lacking)}; RabbitMQ 3.10 or newer is needed")
+
+
+# --- and the next one ---
+
+
+class Uplink(AnyUplink[Link]):
+    """Keeps one link to a RabbitMQ up."""
+
+    def __init__(self, address: AmqpAddress, settings: BrokerSettings, *, role: str, stats: BrokerStats) -> None:
+        super().__init__(settings, role=role, stats=stats)
+        self._address = address
+
+    async def start(self) -> None:
+        """Connect. Raises `BrokerUnavailable` after `connect_budget`, or at once if the broker refuses who we are."""
+        self.begin()
+        budget = self._settings.connect_budget
+        try:
+            await wait_first(self.is_up, self.is_refused, timeout_s=budget.total_seconds())
+            if not self.is_up.is_set():
+                raise BrokerUnavailable(self.explain(f"cannot connect within {budget.total_seconds():g} s"))
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _open(self) -> Link:
+        return await Link.open(self._address, self._settings, role=self.role, stats=self._stats)
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        return isinstance(error, _REFUSALS) or tls.is_verification_failure(error)
+
+    def explain(self, what: str) -> str:
+        because = f"; last error: {describe(self._last_error)}" if self._last_error else ""
+        # With TLS 1.3 a server refuses our certificate, or its absence, after the handshake, and what it says of it is
+        # lost when it hangs up.
+        if self._address.context is not None and "connection reset" in because.lower():
+            because += f"; if it wants a certificate of ours: {TLS_OPTIONS.cert}= and {TLS_OPTIONS.key}="
+        return f"broker {self._address.place}: {what}{because}"
+
+
+def is_channel_error(exc: BaseException) -> bool:
+    """Tell a channel the broker closed for cause from a connection that went away."""
+    return isinstance(exc, AMQPChannelError)

@@ -1,0 +1,1 @@
+"""The store on Postgres: statements, a pool, and the operations that use them."""

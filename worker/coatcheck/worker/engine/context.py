@@ -1,0 +1,309 @@
+"""What a handler works with: everything durable it can do."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+from uuid import UUID
+
+from coatcheck.errors import UsageError
+from coatcheck.store.rows import Caller, Kind
+from coatcheck.worker.engine.keys import NO_DIGEST, Scope, Wanted, digest_of, escape_name
+from coatcheck.worker.engine.steps import name_of_function, name_of_keyed, returns_of
+from coatcheck.worker.engine.tracking import detached_context, scope_in
+from coatcheck.worker.engine.work import NO_KEY, CallWork, GroupWork, SendWork, SleepWork, StepWork
+from coatcheck.worker.retry import Retry
+
+if TYPE_CHECKING:
+    from coatcheck.worker.engine.run import Run
+
+__all__ = ["Context", "Log", "duration"]
+
+T = TypeVar("T")
+Duration = float | timedelta
+
+
+class Context:
+    """The first argument of every handler.
+
+    What `call`, `step`, `sleep` and `send` return is lazy: it is numbered when made and begins when awaited. Await it,
+    or give it to `ctx.gather`, `asyncio.create_task`, a `TaskGroup` and the like. Each can be awaited once.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def log(self) -> Log:
+        """A structlog logger that says nothing in replay."""
+        return Log(self._run, self._run.log)
+
+    @property
+    def task_id(self) -> UUID:
+        """The task's id; the same for every attempt and every resume."""
+        return self._run.task_id
+
+    @property
+    def identity(self) -> str | None:
+        """What the requester named the request by, for dedup; None if nothing did."""
+        return self._run.identity
+
+    @property
+    def caller(self) -> Caller | None:
+        """Who asked, as the app's `identify` made out when the request came; None if it has none, or nobody said."""
+        return self._run.caller
+
+    @property
+    def deadline(self) -> datetime | None:
+        """Until when the requester waits, as its `cc-deadline` said; None if it did not say. No call waits longer."""
+        return self._run.deadline_at
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt of the task this is, from 1; a resume is not an attempt."""
+        return self._run.attempt
+
+    @property
+    def version(self) -> str:
+        """The version of the app the task began with."""
+        return self._run.version
+
+    @overload
+    def call(
+        self, peer: str, body: Any = None, *, returns: type[T], task: str | None = None,
+        timeout: Duration | None = None, idle_timeout: Duration | None = None, retry: Retry | None = None,
+        key: str | None = None,
+    ) -> Coroutine[Any, Any, T]: ...  # fmt: skip
+    @overload
+    def call(
+        self, peer: str, body: Any = None, *, returns: Any = None, task: str | None = None,
+        timeout: Duration | None = None, idle_timeout: Duration | None = None, retry: Retry | None = None,
+        key: str | None = None,
+    ) -> Coroutine[Any, Any, Any]: ...  # fmt: skip
+    def call(
+        self, peer: str, body: Any = None, *, task: str | None = None, timeout: Duration | None = None,
+        idle_timeout: Duration | None = None, retry: Retry | None = None, key: str | None = None, returns: Any = None,
+    ) -> Coroutine[Any, Any, Any]:  # fmt: skip
+        """Send `body` to a peer's queue and return its reply, restored to `returns` if given.
+
+        `task` names one of the peer's handlers. `timeout` is the deadline for the reply, `idle_timeout` one that each
+        progress message moves; both count from the commit that sends the call, and neither is compared on replay.
+        With `retry` each try is a call of its own under one `cc-key`, and the waits in between are durable.
+        Raises CallFailed when the peer answers with an error, CallTimedOut when it does not answer.
+        """
+        name = _check_peer("ctx.call", peer, task)
+        wanted = self._want(Kind.CALL, name, key, peer, body)
+        defaults = self._run.defaults
+        return CallWork(
+            self._run, wanted, peer=peer, body=body, handler=task, retry=None if retry is None else _check_retry(retry),
+            hard=defaults.timeout if timeout is None else duration("timeout", timeout),
+            idle=defaults.idle_timeout if idle_timeout is None else duration("idle_timeout", idle_timeout),
+            returns=Any if returns is None else returns,
+        )  # fmt: skip
+
+    def send(
+        self, peer: str, body: Any = None, *, task: str | None = None, key: str | None = None
+    ) -> Coroutine[Any, Any, None]:
+        """Send a message that expects no reply. Awaiting it does not wait: the message leaves with the next commit."""
+        name = _check_peer("ctx.send", peer, task)
+        wanted = self._want(Kind.SEND, name, key, peer, body)
+        return SendWork(self._run, wanted, peer=peer, body=body, handler=task)
+
+    @overload
+    def step(
+        self, fn: Callable[..., Awaitable[T]], *args: Any, key: str | None = None, retry: Retry | None = None,
+        returns: Any = None,
+    ) -> Coroutine[Any, Any, T]: ...  # fmt: skip
+    @overload
+    def step(
+        self, fn: Callable[..., T], *args: Any, key: str | None = None, retry: Retry | None = None, returns: Any = None
+    ) -> Coroutine[Any, Any, T]: ...
+    def step(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        key: str | None = None,
+        retry: Retry | None = None,
+        returns: Any = None,
+    ) -> Coroutine[Any, Any, Any]:
+        """Do local work once: run `fn(*args)`, record its result, and give the recorded result back on every replay.
+
+        An async function runs on the event loop, any other in a thread. The result comes back as it was recorded,
+        restored to `returns` or to the function's return annotation. With `retry` the tries happen in RAM and the last
+        one is recorded. A step that was cut off before it was recorded may run again. Raises StepFailed, whose `type`
+        is the name of the exception that `fn` raised. Inside `fn` nothing of `ctx` but `log` may be used.
+        """
+        name = name_of_function(fn) if key is None else name_of_keyed(fn, key)
+        wanted = self._want(Kind.STEP, name, key, name, args)
+        expected = returns if returns is not None else _annotated(fn)
+        retry = None if retry is None else _check_retry(retry)
+        return StepWork(self._run, wanted, function=fn, arguments=args, retry=retry, returns=expected)
+
+    def sleep(self, seconds: Duration, *, key: str | None = None) -> Coroutine[Any, Any, None]:
+        """Sleep durably: the task is parked, and a restart does not start the sleep anew."""
+        delay = duration("seconds", seconds)
+        scope = self._scope("ctx.sleep()")
+        full = scope.number("@sleep") if key is None else scope.take(key)
+        wanted = Wanted(full, kind=Kind.TIMER, name="@sleep", digest=NO_DIGEST, is_explicit=key is not None)
+        return SleepWork(self._run, wanted, delay=delay)
+
+    def gather(
+        self, *aws: Awaitable[Any], return_exceptions: bool = False, cancel_rest: bool = False
+    ) -> Coroutine[Any, Any, list[Any]]:
+        """Wait for all; return their results in the order of the arguments.
+
+        The first failure is raised at once; with `return_exceptions` all must end, and failures stand in the list. What
+        is still open then stays open until the task ends, or is cancelled with `cancel_rest`.
+        """
+        return self._group(aws, "gather", need=len(aws), is_lenient=return_exceptions, cancel_rest=cancel_rest)
+
+    def first(self, *aws: Awaitable[T], cancel_rest: bool = False) -> Coroutine[Any, Any, T]:
+        """Wait for the first success and return its value. Raises an ExceptionGroup if none succeeds."""
+        return self._group(aws, "first", need=1, is_lenient=False, cancel_rest=cancel_rest)
+
+    def quorum(self, k: int, *aws: Awaitable[T], cancel_rest: bool = False) -> Coroutine[Any, Any, list[T]]:
+        """Wait for `k` successes and return their values in the order in which they ended.
+
+        Raises an ExceptionGroup of the failures as soon as `k` can no longer be reached.
+        """
+        return self._group(aws, "quorum", need=k, is_lenient=False, cancel_rest=cancel_rest)
+
+    def progress(self, done: float | None = None, total: float | None = None, message: str | None = None) -> None:
+        """Tell whoever asked for the task how far it is. Silent in replay."""
+        self._scope("ctx.progress()")
+        if not self._run.ledger.is_replaying and not self._run.is_stopping:
+            # Called from the loop, not from here: a task the host makes for it is none of the handler's.
+            asyncio.get_running_loop().call_soon(
+                self._run.host.progress, done, total, message, context=detached_context()
+            )
+
+    def now(self) -> datetime:
+        """The time, in UTC; recorded, so that a replay sees the time of the first run."""
+        scope = self._scope("ctx.now()")
+        return self._run.note(scope.number("@now"), "@now", datetime, self._run.now)
+
+    def random(self) -> float:
+        """A number in [0, 1), the same in every replay. Derived from the task's id and the place: no secret."""
+        key = self._scope("ctx.random()").number("@random")
+        digest = hashlib.blake2b(key.encode(), key=self._run.task_id.bytes, digest_size=8).digest()
+        return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
+
+    def uuid(self, name: str) -> UUID:
+        """A UUID derived from the task's id and `name`: the same name gives the same UUID, wherever it is asked for."""
+        return uuid.uuid5(self._run.task_id, name)
+
+    def _group(
+        self, aws: tuple[Awaitable[Any], ...], label: str, *, need: int, is_lenient: bool, cancel_rest: bool
+    ) -> Coroutine[Any, Any, Any]:
+        if scope_in(self._run.tracker) is None:
+            raise _outside(f"ctx.{label}()")
+        if type(need) is not int or not (need > 0 or label == "gather") or need > len(aws):
+            raise UsageError(
+                f"ctx.{label}() needs {need!r} of {len(aws)} to succeed; give it at least that many, and one"
+            )
+        return GroupWork(
+            self._run, NO_KEY, members=aws, label=label, need=need, is_lenient=is_lenient, cancel_rest=cancel_rest
+        )
+
+    def _want(self, kind: Kind, name: str, key: str | None, subject: str, arguments: Any) -> Wanted:
+        """Number a piece of work. Only errors name the `subject`; what they say is not put together before."""
+        scope = scope_in(self._run.tracker)
+        if scope is None:
+            raise _outside(_shown(kind, subject))
+        full = scope.number(escape_name(name)) if key is None else scope.take(key)
+        try:
+            digest = digest_of(arguments)
+        except UsageError as error:
+            if key is None:
+                raise UsageError(f"{_shown(kind, subject)} {error}") from error.__cause__
+            digest = NO_DIGEST  # named by hand, so there is no need to tell it by its arguments
+        return Wanted(full, kind=kind, name=name, digest=digest, is_explicit=key is not None)
+
+    def _scope(self, what: str) -> Scope:
+        scope = scope_in(self._run.tracker)
+        if scope is None:
+            raise _outside(what)
+        return scope
+
+
+def _shown(kind: Kind, subject: str) -> str:
+    return f"ctx.{kind}({subject})" if kind is Kind.STEP else f"ctx.{kind}({subject!r})"
+
+
+def _outside(what: str) -> UsageError:
+    return UsageError(
+        f"{what} outside its handler: it was used inside a step, in a thread, in a task of another run or after the "
+        "run ended, where nothing can be recorded. Use it in the handler, and pass values to the step"
+    )
+
+
+def duration(name: str, value: object) -> timedelta:
+    """Read a duration in seconds, or a timedelta. Raises UsageError naming the argument."""
+    if isinstance(value, timedelta):
+        found = value
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{name}={value!r} must be a number of seconds or a timedelta")
+    elif value > _LONGEST.total_seconds():
+        raise UsageError(f"{name}={value!r} is longer than ten years")
+    else:
+        found = timedelta(seconds=value)
+    if not timedelta(0) <= found <= _LONGEST:
+        raise UsageError(f"{name}={value!r} must be between zero and ten years")
+    return found
+
+
+_LONGEST = timedelta(days=3650)
+
+
+def _annotated(fn: Callable[..., Any]) -> Any:
+    try:
+        return returns_of(fn)
+    except TypeError:  # a callable that cannot be hashed
+        return Any
+
+
+def _check_peer(what: str, peer: object, task: object) -> str:
+    if not isinstance(peer, str) or not peer:
+        raise UsageError(f"{what}() needs the name of a peer's queue as its first argument, got {peer!r}")
+    if task is not None and (not isinstance(task, str) or not task):
+        raise UsageError(f"{what}({peer!r}, task={task!r}): `task` is the name of one of the peer's handlers")
+    return peer if task is None else f"{peer}:{task}"
+
+
+def _check_retry(retry: object) -> Retry:
+    if not isinstance(retry, Retry):
+        raise UsageError(f"retry={retry!r} must be a Retry, such as Retry(attempts=3)")
+    return retry
+
+
+_LEVELS = frozenset({"debug", "info", "warning", "warn", "error", "critical", "exception", "fatal", "log", "msg"})
+
+
+class Log:
+    """A structlog logger that is silent while the handler is being told what it knew before."""
+
+    __slots__ = ("_logger", "_run")
+
+    def __init__(self, run: Run, logger: Any) -> None:
+        self._run = run
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LEVELS and self._run.ledger.is_replaying:
+            return _say_nothing
+        return getattr(self._logger, name)
+
+    def bind(self, **values: Any) -> Log:
+        """Return a logger that adds these values to every line."""
+        return Log(self._run, self._logger.bind(**values))
+
+
+def _say_nothing(*_args: Any, **_values: Any) -> None:
+    return None

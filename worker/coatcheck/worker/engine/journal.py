@@ -1,0 +1,222 @@
+"""A run's books: what the journal says, what is to be committed, who waits for which key. They decide nothing."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+from coatcheck.errors import JournalMismatch
+from coatcheck.store import blobs
+from coatcheck.store.rows import (
+    CallId,
+    CallState,
+    Changes,
+    Group,
+    History,
+    Kind,
+    NewCall,
+    NewEntry,
+    Recorded,
+)
+from coatcheck.worker.engine.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error, value_of
+from coatcheck.worker.engine.run_port import NO_CHANGES
+from coatcheck.worker.engine.steps import CANCELLED_CODE
+from coatcheck.worker.engine.waits import Slot, Ticket, Wait
+from coatcheck.worker.ids import new_call_id
+
+__all__ = ["Ledger"]
+
+MakeCall = Callable[[str, CallId], NewCall]
+
+_ties = itertools.count()
+"""Entries of one sequence number are handed out in the order in which they got ready."""
+
+
+class Ledger:
+    """The books of one run."""
+
+    __slots__ = (
+        "_failures", "_is_caught_up", "_locate", "_ready", "closes", "entries", "journal", "new_works", "opens",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(self, history: History, locate: Callable[[], str]) -> None:
+        self._locate = locate
+        self.journal = Journal(history)
+        self.entries: list[NewEntry] = []
+        self.opens: dict[str, NewCall] = {}
+        self.closes: list[CallId] = []
+        self.new_works: list[Wanted] = []
+        """New work met while recorded work is still unread: perhaps the same under another name."""
+        self.waiting: dict[str, Ticket] = {}
+        self._ready: list[tuple[int, int, Ticket, Recorded]] = []
+        self._failures: list[tuple[BaseException, tuple[str, ...]]] = []
+        self._is_caught_up = self.journal.is_all_read
+
+    # --- what is recorded -----------------------------------------------------------------------------------------
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the handler is still being told what it knew before."""
+        if not self._is_caught_up and self.journal.is_all_read and not self._ready:
+            self._is_caught_up = True
+        return not self._is_caught_up
+
+    def catch_up(self) -> None:
+        """From here on the handler does what it has not done before."""
+        self._is_caught_up = True
+
+    def learn(self, news: Sequence[Recorded]) -> None:
+        """Take in what has ended, in order of sequence; what is known already is ignored."""
+        for recorded in news:
+            if not self.journal.is_known(recorded.key):
+                self.journal.add(recorded)
+                ticket = self.waiting.pop(recorded.key, None)
+                if ticket is not None:
+                    self.make_ready(ticket, recorded)
+
+    def find(self, wanted: Wanted) -> tuple[str, Entry | None, bool]:
+        """Find what answers to `wanted`: its key, its entry (None: new work), and whether the arguments fit.
+
+        Raises JournalMismatch.
+        """
+        try:
+            found = self.journal.find(wanted)
+        except JournalMismatch as error:
+            raise JournalMismatch(f"{error}\n  at:  {self._locate()}") from None
+        if found[1] is None and not self.journal.is_all_read:
+            wanted.where = self._locate()
+            self.new_works.append(wanted)
+        return found
+
+    def find_rename(self) -> JournalMismatch | None:
+        """Find new work that looks like recorded work under another name. To be asked before anything new is done."""
+        works, self.new_works = self.new_works, []
+        for wanted in works:
+            entry = self.journal.find_rename(wanted)
+            if entry is not None:
+                return rename_error(entry, wanted)
+        return None
+
+    # --- who waits ------------------------------------------------------------------------------------------------
+
+    def make_ready(self, ticket: Ticket, recorded: Recorded) -> None:
+        """Let an entry be handed out at its turn; work that was given up has none."""
+        if is_handed_out(recorded):
+            heapq.heappush(self._ready, (recorded.seq, next(_ties), ticket, recorded))
+
+    @property
+    def has_ready(self) -> bool:
+        return bool(self._ready)
+
+    def hand_out(self) -> bool:
+        """Hand out ready entries, lowest sequence first, until a branch moves. False: none does."""
+        while self._ready:
+            _, _, ticket, recorded = heapq.heappop(self._ready)
+            if ticket.is_live and ticket.settle(recorded):
+                return True
+        return False
+
+    def enlist(self, wait: Wait, *, is_alone: bool) -> bool:
+        """Enter a wait in the books. True: it is over already.
+
+        Recorded values are handed out at once if no other branch could be due before, else they wait for their turn.
+        """
+        known: list[tuple[int, Slot, Recorded]] = []
+        for slot in wait.slots:
+            entry = slot.entry
+            if not isinstance(entry, Recorded):
+                self.waiting[slot.key] = slot
+            elif entry.state is CallState.OK or is_handed_out(entry):
+                known.append((entry.seq, slot, entry))
+        known.sort(key=itemgetter(0))
+        for seq, slot, recorded in known:
+            if not is_alone or (self._ready and self._ready[0][0] < seq):
+                self.make_ready(slot, recorded)
+            elif slot.settle(recorded):
+                return True
+        return False
+
+    def strike(self, wait: Wait) -> None:
+        """The wait is over, or its branch is: nothing is handed to its slots any more."""
+        wait.future = None
+        for slot in wait.slots:
+            slot.wait = None
+            self.waiting.pop(slot.key, None)
+
+    # --- what is to be committed ----------------------------------------------------------------------------------
+
+    def open(self, key: str, make: MakeCall) -> CallId:
+        """Let a new row leave with the next commit."""
+        self._is_caught_up = True
+        call_id = new_call_id()
+        self.opens[key] = make(key, call_id)
+        return call_id
+
+    def close(self, key: str, call_id: CallId | None) -> None:
+        """Close a row; one that has not left yet never does."""
+        if self.opens.pop(key, None) is None and call_id is not None:
+            self.closes.append(call_id)
+
+    def note(self, key: str, name: str, value: Any) -> NewEntry:
+        """Record a value the run made up, with the next commit."""
+        entry = NewEntry(key, Kind.NOTE, name, NO_DIGEST, True, blobs.encode(value))
+        self.entries.append(entry)
+        return entry
+
+    def unnote(self, key: str) -> None:
+        """Take a note back that has not left yet."""
+        self.entries = [each for each in self.entries if each.key != key]
+
+    def freeze(self, waits: tuple[Group, ...] | None) -> Changes:
+        """Take what is to be committed off the lists."""
+        changes = Changes(tuple(self.entries), tuple(self.opens.values()), tuple(self.closes), waits)
+        self.entries, self.opens, self.closes = [], {}, []
+        return changes
+
+    def leftovers(self, *, with_notes: bool) -> Changes:
+        """What goes into the commit that ends the task. Calls that have not left never do; sends leave all the same."""
+        if not (self.entries or self.opens or self.closes):
+            return NO_CHANGES
+        entries = tuple(each for each in self.entries if with_notes or each.kind is not Kind.NOTE)
+        sends = tuple(each for each in self.opens.values() if each.kind is Kind.SEND)
+        return Changes(entries, sends, tuple(self.closes))
+
+    # --- failures -------------------------------------------------------------------------------------------------
+
+    def failed(self, error: Exception, keys: Sequence[str]) -> Exception:
+        """Remember which keys a failure came from, for the next attempt of the task."""
+        self._failures.append((error, tuple(keys)))
+        return error
+
+    def keys_to_forget(self, error: BaseException) -> tuple[str, ...]:
+        """The keys of recorded failures among an exception's causes, contexts and members."""
+        chain = set(map(id, _chain_of(error)))
+        return tuple(dict.fromkeys(key for failure, keys in self._failures if id(failure) in chain for key in keys))
+
+
+def is_handed_out(entry: Entry) -> bool:
+    """Tell whether somebody gets what was recorded. A closed call and a step cut off only keep their keys."""
+    if not isinstance(entry, Recorded) or entry.state is CallState.CLOSED:
+        return False
+    if entry.kind is not Kind.STEP or entry.state is CallState.OK:
+        return True
+    document = value_of(entry)
+    return not (isinstance(document, dict) and document.get("code") == CANCELLED_CODE)
+
+
+def _chain_of(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        todo += (each.__cause__, each.__context__)
+        if isinstance(each, BaseExceptionGroup):
+            todo += each.exceptions
