@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pika
 import pytest
+import structlog
 from tests.services import Misconfigured, Service, find_postgres, find_rabbitmq, run_sync
 
 DATABASE_PREFIX = "coatcheck_test_"
@@ -53,6 +54,13 @@ def pytest_configure_node(node) -> None:
     """Hand the servers to a worker of pytest-xdist, so that one search serves them all."""
     found = node.config.stash[FOUND]
     node.workerinput["services"] = {name: service.as_dict() for name, service in found.items()}
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_shipped() -> None:
+    """What an earlier test of this process told structlog is over: one that was quiet would hide the lines of this."""
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(scope="session")
