@@ -13,7 +13,7 @@ from bench.scale.report import Line, ratio
 from bench.scale.rig import Rig
 
 from coatcheck.store import Store
-from coatcheck.store.postgres.sweeps import Retention
+from coatcheck.store.views import Retention
 
 AT_ONCE = Retention(timedelta(), timedelta())
 

@@ -16,8 +16,10 @@ from bench.scale.rig import Rig
 from sqlalchemy import TextClause
 
 from coatcheck.store import CallState, Store, TaskState, encode
-from coatcheck.store.postgres.sweeps import LOOK_AT_CALLS, LOOK_AT_TASKS, NEXT_LOOK, RETIRE_TASKS, Retention
+from coatcheck.store.postgres.sql import STATEMENTS
+from coatcheck.store.postgres.sweeps import RETIRE_TASKS
 from coatcheck.store.rows import Arrival, CallId, Verdict
+from coatcheck.store.views import Retention
 
 REPLY = encode({"text": "x" * 100})
 QUIET = timedelta()
@@ -81,8 +83,12 @@ async def look_lines(big: Rig, small: Rig) -> list[Line]:
     lines = []
     try:
         for name, ask, statements in (
-            ("next due time", lambda store: store.next_look(), (NEXT_LOOK,)),
-            ("look, nothing due", lambda store: store.look(limit=1000, again=again), (LOOK_AT_CALLS, LOOK_AT_TASKS)),
+            ("next due time", lambda store: store.next_look(), (STATEMENTS["next_look"],)),
+            (
+                "look, nothing due",
+                lambda store: store.look(limit=1000, again=again),
+                (STATEMENTS["calls_to_look_at"], STATEMENTS["tasks_to_look_at"]),
+            ),
             (
                 "retire, nothing to go",
                 lambda store: store.retire(limit=1000, keep=FOR_LONG),

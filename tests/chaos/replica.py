@@ -12,7 +12,7 @@ from typing import Any
 from coatcheck.broker import connecting
 from coatcheck.broker.settings import BrokerSettings, make_settings
 from coatcheck.cli import main
-from coatcheck.store.postgres import cancels, puts
+from coatcheck.store import decide
 from coatcheck.worker import executor
 from coatcheck.worker import sweeper as sweeping
 
@@ -20,7 +20,7 @@ HEARTBEAT_S = 2
 
 
 def shorten() -> None:
-    puts.RESEND_AFTER_S = cancels.RESEND_AFTER_S = 5.0  # type: ignore[attr-defined]
+    decide.RESEND_AFTER = timedelta(seconds=5)
     sweeping.LOOK_AGAIN = timedelta(seconds=5)
     sweeping.HOUSEKEEPING_S = 2.0
     sweeping.QUIET_BEFORE_REPAIR = timedelta(seconds=3)

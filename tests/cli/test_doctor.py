@@ -25,8 +25,8 @@ from coatcheck.cli.checks import (
 )
 from coatcheck.store import Store, TaskId, encode
 from coatcheck.store.migrate import newest_version
-from coatcheck.store.postgres.queries import Backlog, Late
 from coatcheck.store.rows import Birth, Hold
+from coatcheck.store.views import Backlog, Late
 from coatcheck.worker.problems import problem
 
 NO_QUEUE = QueueFacts(None, None)

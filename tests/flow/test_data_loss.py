@@ -6,6 +6,7 @@ What nobody but the broker knew is lost with it: a request that no replica has t
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from typing import Any
 
 import aio_pika
@@ -23,7 +24,7 @@ from coatcheck.worker import App, CallTimedOut, Context
 
 pytestmark = pytest.mark.timeout(180)
 
-RESEND_AFTER_S = 15.0
+RESEND_AFTER = timedelta(seconds=15)
 """Long enough for a peer to be back before its calls are sent again."""
 
 
@@ -215,7 +216,7 @@ async def are_consumed_again(rig: Rig, names: Names) -> None:
 async def test_every_task_ends_though_the_broker_lost_all_it_had(
     own: Rig, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.store.postgres.puts.RESEND_AFTER_S", RESEND_AFTER_S)
+    monkeypatch.setattr("coatcheck.store.decide.RESEND_AFTER", RESEND_AFTER)
     peer, requester, log = await own.peer(), await own.requester(), listen(own)
     asking = Asking(own.names.new(), peer.queue)
     worker, sweeper = await own.replica(asking.app), await own.sweeper()

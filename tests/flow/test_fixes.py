@@ -23,8 +23,8 @@ from coatcheck.broker.amqp.broker import AmqpBroker
 from coatcheck.broker.amqp.consumer import AmqpConsumer
 from coatcheck.errors import BrokerUnavailable, StoreUnavailable
 from coatcheck.store import Store, TaskState
-from coatcheck.store.postgres.sweeps import LookedAt, Renewed
 from coatcheck.store.rows import Finish, Going, Put, TaskId, Verdict
+from coatcheck.store.views import LookedAt, Renewed
 from coatcheck.worker import App, Context, Retry, Settings, Sweeper, Worker
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.leases import Leases
@@ -181,7 +181,7 @@ async def test_end_that_comes_while_a_detach_is_written_is_written_too(
     """The detach makes the row and acks the trigger: a run that took itself for one without a row would leave it
     running, to be run again; and nothing but the row would bring a lost final reply back.
     """
-    monkeypatch.setattr("coatcheck.store.postgres.puts.RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr("coatcheck.store.decide.RESEND_AFTER", timedelta(seconds=0.3))
     held, ending, finish = HeldPuts(monkeypatch, is_detach=True), asyncio.Event(), Executor._finish
     requester, log = await rig.requester(), listen(rig)
     working = Working(rig.names.new(), in_step=False)
@@ -271,7 +271,7 @@ async def test_bad_request_that_wants_its_answer_on_our_own_queues_gets_none(rig
 async def test_large_call_that_the_sweeper_sends_again_arrives_whole(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, is_compressible: bool
 ) -> None:
-    monkeypatch.setattr("coatcheck.store.postgres.puts.RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr("coatcheck.store.decide.RESEND_AFTER", timedelta(seconds=0.3))
     dice, size = random.Random(7), 2_000_000
     body = "x" * size if is_compressible else "".join(dice.choices(string.ascii_letters, k=size))
     peer, requester = await rig.peer(), await rig.requester()

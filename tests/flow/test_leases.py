@@ -481,7 +481,7 @@ def _blob_of(value: Any) -> bytes:
 
 async def test_calls_never_sent_are_sent_by_the_sweeper(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replica dies between commit and publish, and its request was acked by another: only the row remembers."""
-    monkeypatch.setattr("coatcheck.store.postgres.puts.RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr("coatcheck.store.decide.RESEND_AFTER", timedelta(seconds=0.3))
     peer, requester = await rig.peer(), await rig.requester()
     app = App(rig.names.new())
 
@@ -514,7 +514,7 @@ async def test_calls_never_sent_are_sent_by_the_sweeper(rig: Rig, monkeypatch: p
 
 async def test_final_reply_never_sent_is_sent_by_the_sweeper(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detached run ends and its process dies before the reply is out: no trigger brings it back."""
-    monkeypatch.setattr("coatcheck.store.postgres.puts.RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr("coatcheck.store.decide.RESEND_AFTER", timedelta(seconds=0.3))
     requester, log = await rig.requester(), listen(rig)
     working = Working(rig.names.new())
     await rig.replica(working.app, **SHORT_RUNS)

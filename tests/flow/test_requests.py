@@ -337,7 +337,7 @@ async def test_request_to_be_kept_is_not_run_again(rig: Rig) -> None:
 
 @pytest.mark.parametrize("state", ["running", "parked"])
 async def test_only_so_many_requesters_wait_for_one_task_and_the_rest_are_told_so(rig: Rig, monkeypatch, state) -> None:
-    for module in ("coatcheck.worker.requests", "coatcheck.store.postgres.claims"):
+    for module in ("coatcheck.worker.requests", "coatcheck.store.decide"):
         monkeypatch.setattr(f"{module}.MOST_ADDRESSES", 4)
     peer, requester, going = await rig.peer(), await rig.requester(), asyncio.Event()
     app = asking(rig.names.new(), peer.queue, Counter())

@@ -29,7 +29,7 @@ from coatcheck.cli.doctor import examine
 from coatcheck.cli.letters import count_letters, look
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
-from coatcheck.store.postgres.sweeps import Retention
+from coatcheck.store.views import Retention
 from coatcheck.worker import App, Client, Settings, TaskCancelled, Worker
 
 FLOW = "test_a_task_runs_with_the_least_rights"

@@ -23,7 +23,7 @@ from coatcheck.errors import BrokerUnavailable
 from coatcheck.store import Store, TaskState, migrate
 from coatcheck.store.postgres import database
 from coatcheck.store.postgres.database import StoreNotReady
-from coatcheck.store.postgres.sweeps import Retention
+from coatcheck.store.views import Retention
 from coatcheck.worker import App, Context, Retry
 
 TYPES = ("uuid", "text", "bytea", "integer", "bigint", "boolean", "float8", "timestamptz", "interval", "jsonb")

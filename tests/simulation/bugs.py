@@ -16,17 +16,20 @@ from unittest import mock
 from msgspec import structs
 
 from coatcheck.broker.port import Delivery, Outgoing
+from coatcheck.store import decide
 from coatcheck.store.batcher import Batcher
 from coatcheck.store.memory import MemoryStore, Tables, claims, puts
 from coatcheck.store.memory import sweeps as memory_sweeps
 from coatcheck.store.memory.store import OPERATIONS
 from coatcheck.store.rows import (
+    MAX_HISTORY,
     Birth,
     Changes,
     Committed,
     Finish,
     Kind,
     NewCall,
+    Park,
     Peer,
     PutDone,
     Ruling,
@@ -123,7 +126,12 @@ def calls_are_marked_as_sent_before_they_are() -> Sequence[Patch]:
 
 @bug
 def no_write_is_fenced() -> Sequence[Patch]:
-    return [(puts, "_follows", lambda one, task: True)]
+    fence = decide.fence
+
+    def careless(put: Any, task: Any) -> decide.Fence:
+        return fence(put, task) if task is None or put.birth is not None else decide.Fence.WRITE
+
+    return [(decide, "fence", careless)]
 
 
 @bug
@@ -151,71 +159,83 @@ def a_copy_of_a_request_is_another_task() -> Sequence[Patch]:
 
 @bug
 def a_reply_is_applied_again() -> Sequence[Patch]:
-    judge = claims._judge
+    judge = decide.judge_arrival
 
-    def forgetful(tables: Tables, arrival: Any, call: Any) -> Verdict:
-        ruling = judge(tables, arrival, call)
+    def forgetful(arrival: Any, call: Any) -> Verdict:
+        ruling = judge(arrival, call)
         return Verdict.RECORDED if ruling is Verdict.DUPLICATE else ruling
 
-    return [(claims, "_judge", forgetful)]
+    return [(decide, "judge_arrival", forgetful)]
 
 
 @bug
 def a_timeout_is_believed_though_it_is_not_due() -> Sequence[Patch]:
-    judge = claims._judge
+    judge = decide.judge_arrival
 
-    def hasty(tables: Tables, arrival: Any, call: Any) -> Verdict:
-        ruling = judge(tables, arrival, call)
+    def hasty(arrival: Any, call: Any) -> Verdict:
+        ruling = judge(arrival, call)
         return Verdict.RECORDED if ruling is Verdict.EARLY else ruling
 
-    return [(claims, "_judge", hasty)]
+    return [(decide, "judge_arrival", hasty)]
 
 
 @bug
 def a_wait_is_counted_in_a_second_transaction() -> Sequence[Patch]:
-    claim, wake = MemoryStore.claim, claims._wake
+    claim, apply = MemoryStore.claim, claims._apply
 
-    async def in_two(self: MemoryStore, arrival: Any) -> Ruling:
+    def without_counting(tables: Tables, plan: decide.Plan, **options: Any) -> list[Ruling | None]:
+        plan.if_met.clear()
+        return apply(tables, plan, **options)
+
+    async def in_two(self: MemoryStore, arrival: Any) -> Ruling | None:
         ruling = await claim(self, arrival)
         if ruling.verdict is not Verdict.RECORDED or arrival.state is None:
             return ruling
 
-        def count(tables: Tables) -> Ruling:
-            batch = claims._Batch(tables, self_lease)
-            batch.rulings.append(ruling)
-            index = 0
-            wake(batch, {arrival.call_id: (index, arrival, 0)})
-            return batch.answer()[0]
+        def count(tables: Tables) -> Ruling | None:
+            grant = decide.Grant(0, str(arrival.call_id))
+            plan = decide.Plan(rulings=[ruling], if_met={tables.calls[arrival.call_id].task_id: grant})
+            return apply(tables, plan, lease=lease, max_history=MAX_HISTORY)[0]
 
         return await self._transact(lambda tables: tables.atomically(count))
 
     from tests.simulation.scenario import SETTINGS
 
-    self_lease = SETTINGS.lease
-    return [(MemoryStore, "claim", in_two), (claims, "_wake", lambda batch, closing: None)]
+    lease = SETTINGS.lease
+    return [(MemoryStore, "claim", in_two), (claims, "_apply", without_counting)]
 
 
 @bug
 def rows_are_deleted_to_resume() -> Sequence[Patch]:
-    grant = claims._Batch._grant
+    grant = claims._grant
 
-    def deleting(self: Any, task_id: TaskId, index: int, trigger: str) -> None:
-        grant(self, task_id, index, trigger)
-        self.tables.entries_of[task_id].clear()
+    def deleting(tables: Tables, task_id: TaskId, *args: Any, **options: Any) -> Any:
+        tables.entries_of[task_id].clear()
+        return grant(tables, task_id, *args, **options)
 
-    return [(claims._Batch, "_grant", deleting)]
+    return [(claims, "_grant", deleting)]
 
 
 @bug
 def a_grant_has_no_lease() -> Sequence[Patch]:
-    grant = claims._Batch._grant
+    grant = claims._grant
 
-    def careless(self: Any, task_id: TaskId, index: int, trigger: str) -> None:
-        grant(self, task_id, index, trigger)
-        row = self.tables.tasks[task_id]
-        self.tables.change(row, look_at=None, task=structs.replace(row.task, due_at=None))
+    def careless(tables: Tables, task_id: TaskId, *args: Any, **options: Any) -> Any:
+        task = structs.replace(grant(tables, task_id, *args, **options), due_at=None)
+        tables.change(tables.tasks[task_id], look_at=None, task=task)
+        return task
 
-    return [(claims._Batch, "_grant", careless)]
+    return [(claims, "_grant", careless)]
+
+
+@bug
+def an_epoch_is_granted_twice() -> Sequence[Patch]:
+    granted = decide.granted
+
+    def careless(task: Any, grant: Any, *, seq: int) -> Any:
+        return structs.replace(granted(task, grant, seq=seq), epoch=task.epoch)
+
+    return [(decide, "granted", careless)]
 
 
 # --- putting down ---
@@ -223,20 +243,7 @@ def a_grant_has_no_lease() -> Sequence[Patch]:
 
 @bug
 def a_task_is_parked_without_a_look_at_its_groups() -> Sequence[Patch]:
-    write, is_met = puts._write, Tables.is_met
-    is_writing = [False]
-
-    def blind(tables: Tables, one: Any, row: Any, *, is_born: bool) -> PutDone:
-        is_writing[0] = True
-        try:
-            return write(tables, one, row, is_born=is_born)
-        finally:
-            is_writing[0] = False
-
-    return [
-        (puts, "_write", blind),
-        (Tables, "is_met", lambda self, groups: not is_writing[0] and is_met(self, groups)),
-    ]
+    return [(decide, "may_park", lambda put, states: isinstance(put.end, Park))]
 
 
 @bug

@@ -11,7 +11,6 @@ from typing import Any
 from tests.store.bench import Bench, Row, Rows
 
 from coatcheck.store import Store, encode
-from coatcheck.store.postgres.sweeps import Retention
 from coatcheck.store.rows import (
     Address,
     Again,
@@ -37,6 +36,7 @@ from coatcheck.store.rows import (
     TaskState,
     Verdict,
 )
+from coatcheck.store.views import Retention
 
 MINUTE = timedelta(minutes=1)
 DAY = timedelta(days=1)

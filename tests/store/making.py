@@ -14,7 +14,6 @@ from tests.store.kit import DAY, MINUTE, birth
 
 from coatcheck.store import CallId, CallState, Kind, Tables, Task, TaskId, TaskState
 from coatcheck.store.memory.tables import CallRow, TaskRow
-from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import (
     Again,
     Arrival,
@@ -33,6 +32,7 @@ from coatcheck.store.rows import (
     Request,
     Wake,
 )
+from coatcheck.store.views import Renewal
 
 NOW = timedelta()
 TASK_COUNT = 8

@@ -27,8 +27,8 @@ from tests.store.kit import (
 from coatcheck.store import Store, TaskState
 from coatcheck.store.batcher import BATCH_ROUNDS
 from coatcheck.store.postgres.database import SERVER_SETTINGS, LockTimeout
-from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import Birth, PutDone, PutRefused, Request, Verdict, Wake
+from coatcheck.store.views import Renewal
 
 SOON_S = 3.0  # less than `lock_timeout`: whoever waited for the lock would miss it
 BLOCKED_BY_US = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY(pg_blocking_pids(pid))"

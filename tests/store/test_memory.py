@@ -132,7 +132,7 @@ async def test_operation_that_raises_is_undone_whatever_it_did():
     def work(tables: Tables) -> None:
         tables.change(tables.tasks[task_id], look_at=tables.now, waits=())
         tables.change(tables.calls[members[0].call_id], seq=9)
-        tables.insert_births([newborn := birth()], trigger="request", pickups=1, lease=DAY)
+        tables.insert_birth(newborn := birth(), trigger="request", pickups=1, lease=DAY)
         tables.insert_call(newborn.task_id, call(), checkpoint=1, seq=None)
         tables.insert_entry(newborn.task_id, entry(), checkpoint=1, seq=1)
         tables.delete_task(ended.task_id)

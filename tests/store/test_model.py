@@ -28,8 +28,8 @@ from tests.store.making import LEASES, NOW, Maker
 from coatcheck.errors import Rejected
 from coatcheck.store import CallId, CallState, Store, Task, TaskId, TaskState
 from coatcheck.store.postgres.database import SERVER_SETTINGS
-from coatcheck.store.postgres.sweeps import Retention
 from coatcheck.store.rows import Address, OpenCall, Peer, PutDone, Ruling
+from coatcheck.store.views import Retention
 
 EXAMPLES, STEPS = 25, 50
 A_MOMENT = timedelta(seconds=25)

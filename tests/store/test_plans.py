@@ -38,8 +38,8 @@ from tests.store.kit import (
 from coatcheck.store import Store
 from coatcheck.store.postgres.connection import Connection, _compiled
 from coatcheck.store.postgres.database import SERVER_SETTINGS
-from coatcheck.store.postgres.sweeps import Renewal, Retention
 from coatcheck.store.rows import Address, Request, Wake
+from coatcheck.store.views import Renewal, Retention
 
 AT_REST = """
     WITH parked AS (
@@ -89,9 +89,7 @@ async def test_hot_statements_use_indexes(store, sql, bench, statements, is_anal
     assert len(plans) > 25
     # The repair's walk by id is no hot statement: on a table this small the planner may well read it whole and sort.
     hot = {
-        statement: plan
-        for statement, plan in plans.items()
-        if "state = 'parked'\n       AND updated_at" not in statement
+        statement: plan for statement, plan in plans.items() if "state = 'parked'\n   AND updated_at" not in statement
     }
     assert len(hot) == len(plans) - 1
     scans = {statement: plan for statement, plan in hot.items() if "Seq Scan on" in plan}

@@ -6,8 +6,10 @@ import pytest
 from sqlalchemy import text
 from tests.store.kit import all_of, assert_sound, calls, done, get, going, ok, park, parking, put_of, start, written
 
-from coatcheck.store.postgres import claims, puts
-from coatcheck.store.rows import PutDone, PutRefused, Verdict
+from coatcheck.store import decide
+from coatcheck.store.postgres import puts
+from coatcheck.store.postgres.sql import PARTS, STATEMENTS
+from coatcheck.store.rows import Park, PutDone, PutRefused, Verdict
 
 ROUNDS = 40
 
@@ -29,8 +31,9 @@ async def test_with_the_lock_every_task_is_woken(store_url, store, other, bench)
 
 
 async def test_a_claim_without_the_lock_on_its_task_is_noticed(store_url, store, other, bench, monkeypatch):
-    monkeypatch.setattr(claims, "WRITE", text(claims.WRITE.text.replace("FOR UPDATE OF t SKIP LOCKED", "")))
-    monkeypatch.setattr(claims, "LOCK_OWNERS", text(claims.LOCK_OWNERS.text.replace("FOR UPDATE", "")))
+    for name, lock in (("apply_plan", "FOR UPDATE OF t SKIP LOCKED"), ("lock_owners", "FOR UPDATE")):
+        assert lock in STATEMENTS[name].text
+        monkeypatch.setitem(STATEMENTS, name, text(STATEMENTS[name].text.replace(lock, "")))
 
     woken = await answer_the_last_two_at_once(store, other)
 
@@ -40,8 +43,8 @@ async def test_a_claim_without_the_lock_on_its_task_is_noticed(store_url, store,
 
 
 async def test_a_put_down_without_a_look_at_its_groups_is_noticed(store_url, store, bench, monkeypatch):
-    monkeypatch.setattr(puts, "_is_met", lambda one, states: False)
-    monkeypatch.setattr(puts, "_waits_for_older", lambda put: [])
+    monkeypatch.setattr(decide, "may_park", lambda put, states: isinstance(put.end, Park))
+    monkeypatch.setattr(decide, "waits_for", lambda put: ())
     members = calls(1)
     task = await start(store)
     await written(store, put_of(task, going(), opens=tuple(members)))
@@ -64,8 +67,8 @@ async def test_a_write_without_a_fence_is_noticed(store_url, store, other, monke
 
     assert isinstance(await store.put(zombie), PutRefused)
     fence = "AND t.epoch = u.epoch AND t.checkpoint = u.follows AND t.seq = u.seen"
-    assert fence in puts.PARTS["held"]
-    monkeypatch.setitem(puts.PARTS, "held", puts.PARTS["held"].replace(fence, ""))
+    assert fence in PARTS["put_held"]
+    monkeypatch.setitem(PARTS, "put_held", PARTS["put_held"].replace(fence, ""))
     puts._statement.cache_clear()
     answer = await store.put(zombie)
     puts._statement.cache_clear()

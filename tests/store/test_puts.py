@@ -38,8 +38,8 @@ from tests.store.kit import (
 
 from coatcheck.errors import Rejected
 from coatcheck.store import CallState, Kind, TaskState, decode
-from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import Changes, Park, PutDone, PutRefused, Request, TaskId, Verdict, Wake
+from coatcheck.store.views import Renewal
 
 # --- fencing ---
 

@@ -29,8 +29,8 @@ from tests.store.kit import (
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store import Store
 from coatcheck.store.postgres import database
-from coatcheck.store.postgres.sweeps import Renewal, Retention
 from coatcheck.store.rows import Finish, Going, NewCall, Park, PutDone, Request, Ruling, Task, TaskId, Verdict, Wake
+from coatcheck.store.views import Renewal, Retention
 
 TASK_COUNT = 50
 SECONDS = 4.0

@@ -38,8 +38,8 @@ from tests.store.kit import (
 )
 
 from coatcheck.store import CallState, TaskState, encode
-from coatcheck.store.postgres.sweeps import Renewal, Retention
 from coatcheck.store.rows import Address, Finish, Request, Verdict, Wake
+from coatcheck.store.views import Renewal, Retention
 
 AGAIN = timedelta(seconds=30)
 NOWHERE = uuid.UUID(int=0)

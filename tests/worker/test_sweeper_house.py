@@ -18,7 +18,7 @@ from tests.flow.harness import until
 from coatcheck.broker import connect
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store import TaskState, newest_version
-from coatcheck.store.postgres.sweeps import LookedAt, Retention
+from coatcheck.store.views import LookedAt, Retention
 from coatcheck.worker import Settings, Sweeper
 from coatcheck.worker import sweeper as sweeper_module
 

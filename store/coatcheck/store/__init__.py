@@ -3,9 +3,9 @@
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, encode
 from coatcheck.store.memory import MemoryStore, Tables
 from coatcheck.store.migrate import migrate, newest_version
-from coatcheck.store.postgres.queries import Line
 from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import CallId, CallState, Kind, Task, TaskId, TaskState
+from coatcheck.store.views import Line
 
 __all__ = [
     "CallId",

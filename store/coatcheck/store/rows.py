@@ -27,6 +27,8 @@ from uuid import UUID
 
 import msgspec
 
+from coatcheck.store.kinds import Kind as Kind  # noqa: PLC0414
+
 ALONE = 1_000_000
 """Added to the pick-ups of a task that runs with nobody beside it: if the process ends now, it was this one."""
 
@@ -53,16 +55,6 @@ class TaskState(StrEnum):
 
 
 FINAL_STATES = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.CANCELLED})
-
-
-class Kind(StrEnum):
-    """What a journal key stands for. All but STEP and NOTE live as rows of the call table."""
-
-    STEP = "step"
-    NOTE = "note"  # a value the run made up and must see again (now, random)
-    CALL = "call"
-    TIMER = "timer"
-    SEND = "send"
 
 
 class CallState(StrEnum):

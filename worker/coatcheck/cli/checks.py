@@ -14,9 +14,9 @@ from coatcheck.cli.payloads import read_problem
 from coatcheck.cli.show import fix_for
 from coatcheck.errors import InvalidSettings
 from coatcheck.store.migrate import newest_version
-from coatcheck.store.postgres.queries import Backlog, Late, ServiceCount, Summary
 from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import TaskId, TaskState
+from coatcheck.store.views import Backlog, Late, ServiceCount, Summary
 from coatcheck.worker.settings import Settings, redacted
 from coatcheck.worker.tls_warnings import SILENCE, find_exposures
 

@@ -21,8 +21,8 @@ from coatcheck.cli.checks import (
 from coatcheck.cli.options import CONNECT_BUDGET, connections, json_option, load_settings
 from coatcheck.cli.output import emit_json, is_terminal, say, say_table
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable, UsageError
-from coatcheck.store.postgres.queries import ServiceCount
 from coatcheck.store.postgres.store import Store
+from coatcheck.store.views import ServiceCount
 from coatcheck.worker.servers import no_server, settle
 from coatcheck.worker.settings import Checkpointing, Settings, is_embedded, redacted
 

@@ -15,9 +15,9 @@ from rich.text import Text
 from coatcheck.cli.options import json_option, make_client, store_option
 from coatcheck.cli.output import duration, emit_json, from_now, is_terminal, make_table, say, say_table, stdout
 from coatcheck.cli.payloads import read_problem
-from coatcheck.store.postgres.queries import Summary
 from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import FINAL_STATES, TaskState
+from coatcheck.store.views import Summary
 
 UNFINISHED = tuple(state for state in TaskState if state not in FINAL_STATES)
 WATCH_INTERVAL_S = 2.0

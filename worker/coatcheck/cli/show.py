@@ -15,8 +15,8 @@ from coatcheck.cli.options import json_option, make_client, store_option
 from coatcheck.cli.output import clock_time, duration, emit_json, from_now, moment, say, say_block, say_facts, say_table
 from coatcheck.cli.payloads import read_blob, read_problem
 from coatcheck.cli.ps import attempt_of, describe_progress, describe_wait
-from coatcheck.store.postgres.queries import Line
 from coatcheck.store.rows import CallState, Kind, Task, TaskState
+from coatcheck.store.views import Line
 from coatcheck.worker.problems import CODES, Code
 from coatcheck.worker.redaction import clean
 

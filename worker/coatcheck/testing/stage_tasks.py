@@ -11,8 +11,8 @@ from coatcheck.broker.wire import Progress
 from coatcheck.errors import TaskFailed
 from coatcheck.store import blobs
 from coatcheck.store.memory.queries import task_lines
-from coatcheck.store.postgres.queries import Line
 from coatcheck.store.rows import CallState, Kind, TaskId, TaskState
+from coatcheck.store.views import Line
 from coatcheck.testing.errors import Stuck
 from coatcheck.testing.scripts import seconds_of
 from coatcheck.testing.stuck import explain

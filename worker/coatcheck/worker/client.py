@@ -22,9 +22,9 @@ from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob, decode
-from coatcheck.store.postgres.queries import Line
 from coatcheck.store.postgres.store import OpenStore, Store
 from coatcheck.store.rows import Task, TaskId, TaskState
+from coatcheck.store.views import Line
 from coatcheck.worker import tracing
 from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.servers import no_server, settle

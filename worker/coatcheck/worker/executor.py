@@ -34,8 +34,8 @@ from coatcheck.errors import (
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
-from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
+from coatcheck.store.views import Renewal
 from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound

@@ -15,7 +15,7 @@ from datetime import timedelta
 from coatcheck.errors import PermanentError, StoreUnavailable
 from coatcheck.log import get_logger
 from coatcheck.points import reach
-from coatcheck.store.postgres.sweeps import Renewal, Renewed
+from coatcheck.store.views import Renewal, Renewed
 from coatcheck.worker.engine.run_port import Superseded
 from coatcheck.worker.live_runs import Live
 from coatcheck.worker.runtime import Runtime

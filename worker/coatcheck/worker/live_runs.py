@@ -15,7 +15,7 @@ from coatcheck.broker.bodies import Body
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.points import reach
 from coatcheck.store.blobs import unpacked_size
-from coatcheck.store.postgres.task_inserts import REQUEST_TRIGGER
+from coatcheck.store.decide import REQUEST_TRIGGER
 from coatcheck.store.rows import Address, Birth, Caller, CallId, History, Task, TaskId
 from coatcheck.worker.app import Handler
 from coatcheck.worker.engine.run import Run

@@ -22,8 +22,8 @@ from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import encode
-from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import Arrival, CallId, CallState, Ruling, TaskId, TaskState, Verdict, Wake
+from coatcheck.store.views import Renewal
 from coatcheck.worker.broadcast import poke_message
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.deliveries import Hops, Work

@@ -21,9 +21,9 @@ from coatcheck.broker.topology import takes_replies
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected, TransientError, Unauthorized
 from coatcheck.log import get_logger
 from coatcheck.points import reach
-from coatcheck.store.postgres.sweeps import Renewal
-from coatcheck.store.postgres.task_inserts import REQUEST_TRIGGER
+from coatcheck.store.decide import REQUEST_TRIGGER
 from coatcheck.store.rows import MOST_ADDRESSES, Address, Birth, Caller, Request, Ruling, Task, TaskId, Verdict, Wake
+from coatcheck.store.views import Renewal
 from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.callers import digest_with, find_caller

@@ -34,8 +34,8 @@ from coatcheck.errors import BrokerUnavailable, CoatcheckError, TransientError
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.postgres.store import OpenStore, Store
-from coatcheck.store.postgres.sweeps import LookedAt, Retention
 from coatcheck.store.rows import Address, Task, TaskId, TaskState
+from coatcheck.store.views import LookedAt, Retention
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.metrics import Metrics

@@ -1,22 +1,32 @@
-"""Taking things up: replies, resumes and requests. A batch is decided first, against the rows as it found them."""
+"""Replies, resumes, requests and cancels: found in the tables, decided, applied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from msgspec.structs import replace
 
-from coatcheck.store.memory.tables import CallRow, Tables, as_json, check_address, check_bytes, earliest
-from coatcheck.store.postgres.task_inserts import REQUEST_TRIGGER, births_by_pickups
+from coatcheck.store import decide
+from coatcheck.store.decide import REQUEST_TRIGGER, Called, Closing, Found, Grant, Plan
+from coatcheck.store.memory.puts import close_leftovers
+from coatcheck.store.memory.tables import (
+    CallRow,
+    Tables,
+    as_json,
+    check_address,
+    check_birth,
+    check_bytes,
+    check_text,
+    earliest,
+)
 from coatcheck.store.rows import (
     MAX_HISTORY,
-    MOST_ADDRESSES,
     Arrival,
-    CallId,
+    Birth,
     CallState,
-    Kind,
+    CancelAsk,
+    Peer,
     Request,
     Ruling,
     Task,
@@ -27,178 +37,108 @@ from coatcheck.store.rows import (
 )
 
 
-@dataclass(slots=True)
-class _Batch:
-    """What a batch has decided so far."""
-
-    tables: Tables
-    lease: timedelta
-    max_history: int = MAX_HISTORY
-    rulings: list[Ruling] = field(default_factory=list)
-    seqs: dict[TaskId, int] = field(default_factory=dict)
-    grants: dict[TaskId, tuple[int, str]] = field(default_factory=dict)  # task → (index of the ruling, trigger)
-    came_back: dict[int, Task] = field(default_factory=dict)
-
-    def rule(self, verdict: Verdict, task: Task | None = None) -> int:
-        self.rulings.append(Ruling(verdict, task))
-        return len(self.rulings) - 1
-
-    def rule_call(self, verdict: Verdict, task: Task, *, name: str) -> int:
-        self.rulings.append(Ruling(verdict, name=name, task_id=task.task_id, state=task.state))
-        return len(self.rulings) - 1
-
-    def next_seq(self, task: Task) -> int:
-        seq = self.seqs[task.task_id] = self.seqs.get(task.task_id, task.seq) + 1
-        return seq
-
-    def come_back(self, index: int, task: Task, *, trigger: str) -> None:
-        """A message was delivered before: what is unsent is looked up, and the run it triggered is its own."""
-        self.came_back[index] = task
-        if task.state is TaskState.RUNNING and task.trigger == trigger:
-            self.grants.setdefault(task.task_id, (index, trigger))
-
-    def answer(self) -> list[Ruling]:
-        """Write the grants and sequence numbers, and tell the granted runs what they need."""
-        tables = self.tables
-        for task_id, (index, trigger) in self.grants.items():
-            self._grant(task_id, index, trigger)
-        for task_id in self.seqs.keys() - self.grants.keys():
-            row = tables.tasks[task_id]
-            tables.change(row, task=replace(row.task, seq=self.seqs[task_id], updated_at=tables.now))
-        for index, task in self.came_back.items():
-            found = self.rulings[index].task or tables.tasks[task.task_id].task
-            self.rulings[index] = replace(self.rulings[index], task=found, unsent=tables.unsent(found))
-        return self.rulings
-
-    def _grant(self, task_id: TaskId, index: int, trigger: str) -> None:
-        tables, row = self.tables, self.tables.tasks[task_id]
-        found = row.task
-        granted = replace(
-            found,
-            state=TaskState.RUNNING,
-            epoch=found.epoch + 1,
-            pickups=found.pickups + 1,
-            trigger=trigger,
-            seq=self.seqs.get(task_id, found.seq),
-            due_at=(due_at := tables.now + self.lease),
-            updated_at=tables.now,
-        )
-        tables.change(row, task=granted, look_at=due_at, waits=())
-        self.rulings[index] = replace(
-            self.rulings[index],
-            verdict=Verdict.GRANTED,
-            task=granted,
-            history=tables.history(task_id, max_history=self.max_history),
-        )
-
-
 def claim(
     tables: Tables, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
-) -> list[Ruling]:
-    batch = _Batch(tables, lease, max_history)
-    closing: dict[CallId, tuple[int, Arrival, int]] = {}
-    progress: dict[CallId, Arrival] = {}
-    for arrival in arrivals:
-        call = tables.calls.get(arrival.call_id)
-        if call is None:
-            batch.rule(Verdict.UNKNOWN)
-            continue
-        task = tables.tasks[call.task_id].task
-        if arrival.service not in ("", task.service):
-            batch.rule(Verdict.UNKNOWN)
-            continue
-        verdict = Verdict.DUPLICATE if arrival.call_id in closing else _judge(tables, arrival, call)
-        index = batch.rule_call(verdict, task, name=call.new.peer)
-        if verdict is Verdict.RECORDED and arrival.state is None:
-            progress[arrival.call_id] = arrival
-        elif verdict is Verdict.RECORDED:
-            closing[arrival.call_id] = (index, arrival, batch.next_seq(task))
-        elif arrival.is_redelivered:
-            batch.come_back(index, task, trigger=str(arrival.call_id))
-    for call_id, (_, arrival, seq) in closing.items():
-        _close(tables, tables.calls[call_id], arrival, seq)
-    for call_id, arrival in progress.items():
-        if call_id not in closing:
-            _move_due_time(tables, tables.calls[call_id], arrival)
-    _wake(batch, closing)
-    return batch.answer()
+) -> list[Ruling | None]:
+    calls = [tables.calls[one.call_id] for one in arrivals if one.call_id in tables.calls]
+    plan = decide.claim({call.new.call_id: _called(tables, call) for call in calls}, arrivals)
+    for closing in plan.closing.values():
+        _close(tables, closing)
+    for call_id, (_, arrival) in plan.progress.items():
+        _move_due_time(tables, tables.calls[call_id], arrival)
+    return _apply(tables, plan, lease=lease, max_history=max_history)
 
 
 def resume(
     tables: Tables, wakes: Sequence[Wake], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
-) -> list[Ruling]:
-    batch = _Batch(tables, lease, max_history)
-    for one in wakes:
-        row = tables.tasks.get(one.task_id)
-        if row is None or one.service not in ("", row.task.service):
-            batch.rule(Verdict.UNKNOWN)
-            continue
-        task, trigger = row.task, f"resume:{one.epoch}"
-        if task.state in (TaskState.RUNNING, TaskState.RETRYING, TaskState.HELD) and task.epoch == one.epoch:
-            index = batch.rule(Verdict.EARLY, task)
-            if tables.is_over(task.due_at):
-                batch.grants.setdefault(one.task_id, (index, trigger))
-        else:
-            index = batch.rule(Verdict.FINISHED if task.state.is_final else Verdict.DUPLICATE, task)
-            if one.is_redelivered:
-                batch.come_back(index, task, trigger=trigger)
-    return batch.answer()
+) -> list[Ruling | None]:
+    plan = decide.resume(_found(tables, (one.task_id for one in wakes)), wakes)
+    return _apply(tables, plan, lease=lease, max_history=max_history)
+
+
+def create(tables: Tables, requests: Sequence[Request], waits: bool, *, lease: timedelta) -> list[Ruling | None]:
+    born: dict[TaskId, Task] = {}
+    for task_id, (one, pickups) in sorted(decide.first_pickups(requests).items(), key=lambda pair: pair[0]):
+        check_birth(one.birth)
+        if task_id not in tables.tasks:
+            born[task_id] = tables.insert_birth(one.birth, trigger=REQUEST_TRIGGER, pickups=pickups, lease=lease).task
+    return [
+        None if (task := born.pop(one.birth.task_id, None)) is None else Ruling(Verdict.GRANTED, task)
+        for one in requests
+    ]
 
 
 def accept(
     tables: Tables, requests: Sequence[Request], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
-) -> list[Ruling]:
-    born = set[TaskId]()
-    for pickups, births in births_by_pickups(requests).items():
-        born |= tables.insert_births(births, trigger=REQUEST_TRIGGER, pickups=pickups, lease=lease)
-    batch = _Batch(tables, lease, max_history)
-    joined: dict[TaskId, Task] = {}
-    for one in requests:
-        task_id = one.birth.task_id
-        task = joined.get(task_id, tables.tasks[task_id].task)
-        if task_id in born:
-            born.discard(task_id)  # the next copy in this batch is a duplicate
-            batch.rule(Verdict.GRANTED, task)
-            continue
-        if task.digest != one.birth.digest and task.request:
-            batch.rule(Verdict.CONFLICT, task)
-            continue
-        if task.wants(one.birth) and len(task.addresses) >= MOST_ADDRESSES:
-            batch.rule(Verdict.CROWDED, task)
-            continue
-        index = batch.rule(Verdict.FINISHED if task.state.is_final else Verdict.DUPLICATE, task)
-        if one.is_redelivered:
-            batch.come_back(index, task, trigger=REQUEST_TRIGGER)
-        address = one.birth.address
-        if address is not None and task.wants(one.birth):
-            check_address(address)
-            joined[task_id] = replace(task, addresses=(*task.addresses, address))
-    rulings = batch.answer()
-    for task_id, task in joined.items():
+) -> list[Ruling | None]:
+    plan = decide.accept(_found(tables, (one.birth.task_id for one in requests)), requests)
+    rulings = _apply(tables, plan, lease=lease, max_history=max_history)
+    for task_id, task in plan.joined.items():
+        check_address(task.addresses[-1])
         row = tables.tasks[task_id]
         tables.change(row, task=replace(row.task, addresses=task.addresses))
     return rulings
 
 
-def _judge(tables: Tables, arrival: Arrival, call: CallRow) -> Verdict:
-    if call.new.kind is Kind.SEND:
-        return Verdict.LATE
-    if call.state in (CallState.OK, CallState.FAILED) and arrival.state is not CallState.TIMED_OUT:
-        return Verdict.DUPLICATE
-    if call.state is not CallState.OPEN:
-        return Verdict.LATE
-    if arrival.state is CallState.TIMED_OUT and not tables.is_over(call.due_at):
-        return Verdict.EARLY
-    return Verdict.RECORDED
+def _called(tables: Tables, call: CallRow) -> Called:
+    task, new = tables.tasks[call.task_id].task, call.new
+    return Called(
+        call_id=new.call_id,
+        task_id=call.task_id,
+        kind=new.kind,
+        peer=new.peer,
+        state=call.state,
+        is_due=tables.is_over(call.due_at),
+        version=0,
+        service=task.service,
+        task_state=task.state,
+        seq=task.seq,
+        trigger=task.trigger,
+    )
 
 
-def _close(tables: Tables, call: CallRow, arrival: Arrival, seq: int) -> None:
-    check_bytes(arrival.value)
+def _found(tables: Tables, ids: Iterable[TaskId]) -> dict[TaskId, Found]:
+    rows = {task_id: tables.tasks[task_id].task for task_id in ids if task_id in tables.tasks}
+    return {task_id: Found(task, tables.is_over(task.due_at)) for task_id, task in rows.items()}
+
+
+def _apply(tables: Tables, plan: Plan, *, lease: timedelta, max_history: int) -> list[Ruling | None]:
+    """Write the grants and sequence numbers, and tell the granted runs what they need."""
+    met = {task_id: grant for task_id, grant in plan.if_met.items() if tables.is_met(tables.tasks[task_id].waits)}
+    grants = met | plan.grants
+    for task_id, grant in grants.items():
+        seq = plan.seqs.get(task_id, tables.tasks[task_id].task.seq)
+        task = _grant(tables, task_id, grant, seq=seq, lease=lease)
+        history = tables.history(task_id, max_history=max_history)
+        ruling = plan.rulings[grant.event]
+        assert ruling is not None
+        plan.rulings[grant.event] = replace(ruling, verdict=Verdict.GRANTED, task=task, history=history)
+    for task_id in plan.seqs.keys() - grants.keys():
+        row = tables.tasks[task_id]
+        tables.change(row, task=replace(row.task, seq=plan.seqs[task_id], updated_at=tables.now))
+    for index, task_id in plan.came_back.items():
+        ruling = plan.rulings[index]
+        assert ruling is not None
+        task = ruling.task or tables.tasks[task_id].task
+        plan.rulings[index] = replace(ruling, task=task, unsent=tables.unsent(task))
+    return plan.rulings
+
+
+def _grant(tables: Tables, task_id: TaskId, grant: Grant, *, seq: int, lease: timedelta) -> Task:
+    row, due_at = tables.tasks[task_id], tables.now + lease
+    task = replace(decide.granted(row.task, grant, seq=seq), due_at=due_at, updated_at=tables.now)
+    tables.change(row, task=task, look_at=due_at, waits=())
+    return task
+
+
+def _close(tables: Tables, closing: Closing) -> None:
+    call_id, state, seq, value = closing
+    check_bytes(value)
     tables.change(
-        call,
-        state=CallState.OK if call.new.kind is Kind.TIMER else arrival.state,
+        tables.calls[call_id],
+        state=state,
         seq=seq,
-        value=arrival.value,
+        value=value,
         closed_at=tables.now,
         is_sent=True,
         look_at=None,
@@ -211,11 +151,69 @@ def _move_due_time(tables: Tables, call: CallRow, arrival: Arrival) -> None:
     tables.change(call, progress=as_json(arrival.progress or {}), is_sent=True, due_at=due_at, look_at=due_at)
 
 
-def _wake(batch: _Batch, closing: dict[CallId, tuple[int, Arrival, int]]) -> None:
-    """Grant each parked task whose wait is over to the last of the replies that ended it."""
-    tables = batch.tables
-    last = {tables.calls[call_id].task_id: (index, str(call_id)) for call_id, (index, _, _) in closing.items()}
-    for task_id, grant in last.items():
-        row = tables.tasks[task_id]
-        if row.task.state is TaskState.PARKED and tables.is_met(row.waits):
-            batch.grants[task_id] = grant
+# --- cancels ---
+
+
+def cancel(tables: Tables, asks: Sequence[CancelAsk], waits: bool) -> list[Ruling]:
+    asked = [(_target(tables, ask), ask) for ask in asks]
+    known = {target: tables.tasks[target].task for target, _ in asked if target in tables.tasks}
+    plan = decide.cancel(known, asked)
+    for target, ask in sorted(plan.buried.items(), key=lambda pair: pair[0]):
+        _bury(tables, target, ask)
+    cancels = {target: _end(tables, *plan.ending[target]) for target in sorted(plan.ending)}
+    cancels |= {target: _closed(tables, task) for target, task in plan.ended.items() if decide.tells_peers_again(task)}
+    return [decide.answer_cancel(plan, target, ask, cancels.get(target, ())) for target, ask in asked]
+
+
+def _target(tables: Tables, ask: CancelAsk) -> TaskId:
+    check_text(ask.correlation_id, ask.service)
+    if not ask.correlation_id:
+        return ask.task_id
+    found = [
+        row.task
+        for row in tables.newest_first()
+        if row.task.correlation_id == ask.correlation_id and row.task.service == ask.service
+    ]
+    return min(found, key=lambda task: task.state.is_final).task_id if found else ask.task_id
+
+
+def _end(tables: Tables, task: Task, ask: CancelAsk) -> Sequence[Peer]:
+    seq, cancels = close_leftovers(tables, task.task_id, task.seq)
+    ended = replace(
+        task,
+        state=TaskState.CANCELLED,
+        epoch=task.epoch + 1,
+        checkpoint=task.checkpoint + 1,
+        seq=seq,
+        value=_answer(task.task_id, ask),
+        trigger=None,
+        due_at=tables.later(ask.keep),
+        finished_at=tables.now,
+        updated_at=tables.now,
+    )
+    tables.change(tables.tasks[task.task_id], task=ended, look_at=tables.now + decide.RESEND_AFTER, waits=())
+    return cancels
+
+
+def _closed(tables: Tables, task: Task) -> Sequence[Peer]:
+    calls = tables.calls_of[task.task_id]
+    return [tables.peer(call) for call in calls if call.state is CallState.CLOSED and call.new.kind.has_listener]
+
+
+def _answer(target: TaskId, ask: CancelAsk) -> bytes:
+    value = ask.failure(target)
+    check_bytes(value)
+    return value
+
+
+def _bury(tables: Tables, target: TaskId, ask: CancelAsk) -> None:
+    unknown = Birth(target, ask.service, None, "", b"", b"")
+    tombstone = replace(
+        tables.newborn(unknown, trigger=None, pickups=0, due_at=tables.later(ask.keep)),
+        state=TaskState.CANCELLED,
+        epoch=0,
+        value=_answer(target, ask),
+        is_final_sent=True,
+        finished_at=tables.now,
+    )
+    tables.insert_task(tombstone, look_at=None)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from uuid import UUID
 
 from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, check_text, earliest
-from coatcheck.store.postgres.queries import Backlog, Late, Line, ServiceCount, Summary
-from coatcheck.store.rows import CallState, History, Kind, Task, TaskId, TaskState
+from coatcheck.store.rows import CallState, History, Task, TaskId, TaskState
+from coatcheck.store.views import Backlog, Late, Line, ServiceCount, Summary
 
 WITH_A_FAILURE = (TaskState.HELD, TaskState.RETRYING, TaskState.FAILED, TaskState.CANCELLED)
 WITH_A_TIME = (TaskState.RUNNING, TaskState.RETRYING, TaskState.HELD)
@@ -71,7 +71,7 @@ def find_late(tables: Tables, *, grace: timedelta) -> list[Late]:
 def find_unsent(tables: Tables, *, grace: timedelta) -> list[Backlog]:
     since_by_peer: dict[str | None, list[datetime]] = defaultdict(list)
     for call in tables.calls.values():
-        if call.state is CallState.OPEN and call.look_at and not call.is_sent and call.new.kind is not Kind.TIMER:
+        if call.state is CallState.OPEN and call.look_at and not call.is_sent and call.new.kind.is_published:
             since_by_peer[call.new.peer].append(call.opened_at)
     for row in tables.tasks.values():
         if row.look_at is not None and row.task.state.is_final and not row.task.is_final_sent and row.task.finished_at:
@@ -127,7 +127,7 @@ def _summary(tables: Tables, task: Task) -> Summary:
         state=task.state,
         attempt=task.attempt,
         open_count=len(waited),
-        peers=tuple(sorted({"(timer)" if call.new.kind is Kind.TIMER else call.new.peer for call in waited})),
+        peers=tuple(sorted({"(timer)" if call.new.kind.rings else call.new.peer for call in waited})),
         next_due_at=due_at,
         progress=dict(task.progress) if task.progress is not None else None,
         failure=task.value if task.state in WITH_A_FAILURE else None,

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from coatcheck.store.batcher import LANE_WIDTH, Observe
-from coatcheck.store.memory import cancels, claims, puts, queries, sweeps
+from coatcheck.store.memory import claims, puts, queries, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.migrate import newest_version, schema_version
 from coatcheck.store.postgres import cancels as pg_cancels
@@ -31,10 +31,10 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_puts.put: puts.put,
         pg_puts.put_locked: puts.put,
         pg_claims.claim: claims.claim,
-        pg_claims.create: claims.accept,
+        pg_claims.create: claims.create,
         pg_claims.accept: claims.accept,
         pg_claims.resume: claims.resume,
-        pg_cancels.cancel: cancels.cancel,
+        pg_cancels.cancel: claims.cancel,
         pg_sweeps.renew: sweeps.renew,
         pg_sweeps.hasten_held: sweeps.hasten_held,
         pg_sweeps.mark_sent: sweeps.mark_sent,

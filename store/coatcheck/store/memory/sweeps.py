@@ -9,18 +9,11 @@ from uuid import UUID
 
 from msgspec.structs import replace
 
+from coatcheck.store import decide
 from coatcheck.store.blobs import is_damaged
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, earliest
-from coatcheck.store.postgres.sweeps import (
-    LONGEST_AGAIN,
-    LONGEST_RESEND,
-    SHORTEST_RESEND,
-    LookedAt,
-    Renewal,
-    Renewed,
-    Retention,
-)
-from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, Kind, TaskId, TaskState
+from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, TaskId, TaskState
+from coatcheck.store.views import LookedAt, Renewal, Renewed, Retention
 
 Seen = TypeVar("Seen", CallRow, TaskRow)
 
@@ -29,18 +22,22 @@ def look(tables: Tables, *, limit: int, again: timedelta) -> LookedAt:
     calls = _whose_time_has_come(tables, _open_calls(tables), limit)
     rows = _whose_time_has_come(tables, tables.tasks.values(), limit)
     tasks = [row.task for row in rows]
-    never_left = [call for call in calls if not call.is_sent and call.new.kind is not Kind.TIMER]
+    never_left = [call for call in calls if not call.is_sent and call.new.kind.is_published]
     damaged = [call for call in never_left if is_damaged(call.new.body)]
     due = [call for call in calls if tables.is_over(call.due_at) and call not in damaged]
     unsent = [call for call in never_left if call not in due]
     due_ats = [call.due_at for call in calls] + [task.due_at for task in tasks]
     for call in calls:
-        tables.change(call, look_at=_next_time(tables, call, again))
+        pause = decide.look_at_call_again(
+            waits=_until(tables, call.due_at), since=tables.now - call.opened_at, is_sent=call.is_sent, again=again
+        )
+        tables.change(call, look_at=None if pause is None else tables.now + pause)
     for row in rows:
-        is_past = row.task.state.is_final and tables.is_over(row.task.due_at)
-        is_final, task = row.task.state.is_final, row.task
-        pause = _resend(tables, task.finished_at, again) if is_final else _again(tables, task.due_at, again)
-        tables.change(row, look_at=None if is_past else tables.now + pause)
+        since = tables.now - (row.task.finished_at or tables.now)
+        pause = decide.look_at_task_again(
+            is_final=row.task.state.is_final, waits=_until(tables, row.task.due_at), since=since, again=again
+        )
+        tables.change(row, look_at=None if pause is None else tables.now + pause)
     return LookedAt(
         due=tuple(map(tables.peer, due)),
         unsent=tuple(map(tables.peer, unsent)),
@@ -125,7 +122,7 @@ def mark_sent(tables: Tables, calls: Sequence[CallId]) -> None:
         if call is None or call.state is not CallState.OPEN or call.is_sent:
             continue
         tables.change(call, is_sent=True, look_at=call.due_at)
-        if call.new.kind is Kind.SEND:
+        if not call.new.kind.is_awaited:
             tables.change(call, state=CallState.OK, closed_at=tables.now)
 
 
@@ -165,20 +162,8 @@ def _whose_time_has_come(tables: Tables, rows: Iterable[Seen], limit: int) -> li
     return found[:limit]
 
 
-def _next_time(tables: Tables, call: CallRow, again: timedelta) -> datetime | None:
-    if call.due_at is not None and tables.is_over(call.due_at):
-        return tables.now + _again(tables, call.due_at, again)
-    if call.is_sent and call.due_at is not None:
-        return call.due_at
-    return earliest(call.due_at, tables.now + _resend(tables, call.opened_at, again))
-
-
-def _again(tables: Tables, due_at: datetime | None, again: timedelta) -> timedelta:
-    return max(again, min(tables.now - (due_at or tables.now), LONGEST_AGAIN))
-
-
-def _resend(tables: Tables, since: datetime | None, again: timedelta) -> timedelta:
-    return max(min(again, SHORTEST_RESEND), min((tables.now - (since or tables.now)) / 2, LONGEST_RESEND))
+def _until(tables: Tables, due_at: datetime | None) -> timedelta | None:
+    return None if due_at is None else due_at - tables.now
 
 
 def _may_go(tables: Tables, row: TaskRow, keep: Retention) -> bool:

@@ -16,8 +16,9 @@ from typing import Any, NoReturn, TypeVar
 from msgspec.structs import replace
 
 from coatcheck.errors import Rejected
+from coatcheck.store import decide
+from coatcheck.store.kinds import Kind
 from coatcheck.store.postgres.records import from_json, to_json
-from coatcheck.store.postgres.task_inserts import RESEND_AFTER_S
 from coatcheck.store.rows import (
     Address,
     Birth,
@@ -26,7 +27,6 @@ from coatcheck.store.rows import (
     CallState,
     Group,
     History,
-    Kind,
     NewCall,
     NewEntry,
     OpenCall,
@@ -41,7 +41,6 @@ from coatcheck.store.rows import (
 T = TypeVar("T")
 Clock = Callable[[], datetime]
 
-RESEND_AFTER = timedelta(seconds=RESEND_AFTER_S)
 LAST_DAY = datetime(9999, 1, 1, tzinfo=UTC)
 _NUL_IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
@@ -76,13 +75,13 @@ class CallRow:
 
     @property
     def is_open_wait(self) -> bool:
-        """Whether somebody may be waiting for it: nobody waits for a send."""
-        return self.state is CallState.OPEN and self.new.kind is not Kind.SEND
+        """Whether a run may be waiting for it."""
+        return self.state is CallState.OPEN and self.new.kind.is_awaited
 
     def recorded(self) -> Recorded:
         new, seq = self.new, self.seq
         assert seq is not None
-        state = CallState.OK if new.kind is Kind.SEND else self.state
+        state = self.state if new.kind.is_awaited else CallState.OK
         return Recorded(new.key, new.kind, new.name, new.digest, seq, state, self.value or b"", new.call_id)
 
 
@@ -158,13 +157,13 @@ class Tables:
         as_json(dict(new.headers))
         hard_due_at = self._call_due_at(new.hard)
         due_at = earliest(self._call_due_at(new.idle), hard_due_at)
-        if new.kind not in (Kind.CALL, Kind.TIMER, Kind.SEND):
+        if new.kind not in set(Kind) or Kind(new.kind).is_entry:
             refuse("call_kind_is_known")
-        if due_at is None and new.kind is not Kind.SEND:
+        if due_at is None and new.kind.is_awaited:
             refuse("call_open_is_due_or_a_send")
         if new.call_id in self.calls:
             refuse("call_pkey")
-        look_at = due_at if new.kind is Kind.TIMER else earliest(due_at, self.now + RESEND_AFTER)
+        look_at = earliest(due_at, self.now + decide.RESEND_AFTER) if new.kind.is_published else due_at
         row = CallRow(task_id, new, checkpoint, self.now, hard_due_at, due_at, look_at, seq)
         self.calls[new.call_id] = row
         self.calls_of[task_id].append(row)
@@ -177,25 +176,16 @@ class Tables:
     def insert_entry(self, task_id: TaskId, new: NewEntry, *, checkpoint: int, seq: int) -> EntryRow:
         check_text(new.key, new.name)
         check_bytes(new.digest, new.value)
-        if new.kind not in (Kind.STEP, Kind.NOTE):
+        if new.kind not in set(Kind) or not Kind(new.kind).is_entry:
             refuse("journal_kind_is_known")
         row = EntryRow(new, seq, checkpoint, self.now)
         self.entries_of[task_id].append(row)
         self._undo.append(self.entries_of[task_id].pop)
         return row
 
-    def insert_births(self, births: Iterable[Birth], *, trigger: str, pickups: int, lease: timedelta) -> set[TaskId]:
-        """Make the rows that do not exist yet, each by its first birth; tell which are new."""
-        unique: dict[TaskId, Birth] = {}
-        for birth in births:
-            unique.setdefault(birth.task_id, birth)
-        for birth in unique.values():
-            _check_birth(birth)
-        born = [birth for task_id, birth in sorted(unique.items()) if task_id not in self.tasks]
-        for birth in born:
-            due_at = self.now + lease
-            self.insert_task(self.newborn(birth, trigger=trigger, pickups=pickups, due_at=due_at), due_at)
-        return {birth.task_id for birth in born}
+    def insert_birth(self, birth: Birth, *, trigger: str, pickups: int, lease: timedelta) -> TaskRow:
+        due_at = self.now + lease
+        return self.insert_task(self.newborn(birth, trigger=trigger, pickups=pickups, due_at=due_at), due_at)
 
     def newborn(self, birth: Birth, *, trigger: str | None, pickups: int, due_at: datetime) -> Task:
         caller = birth.caller
@@ -283,13 +273,13 @@ class Tables:
     def news(self, task_id: TaskId, *, seen: int) -> list[Recorded]:
         """What ended since a run last looked, in order; its own entries and sends are no news."""
         ended = (call for call in self.calls_of[task_id] if call.seq is not None and call.seq > seen)
-        return sorted((call.recorded() for call in ended if call.new.kind is not Kind.SEND), key=lambda one: one.seq)
+        return sorted((call.recorded() for call in ended if call.new.kind.is_awaited), key=lambda one: one.seq)
 
     def unsent(self, task: Task) -> Unsent:
         calls = [
             self.peer(call)
             for call in self.calls_of[task.task_id]
-            if call.state is CallState.OPEN and not call.is_sent and call.new.kind is not Kind.TIMER
+            if call.state is CallState.OPEN and not call.is_sent and call.new.kind.is_published
         ]
         calls.sort(key=lambda one: one.call_id)
         return Unsent(tuple(calls), task.state.is_final and not task.is_final_sent)
@@ -336,7 +326,7 @@ def as_json(value: Any) -> Any:
     return from_json(written)
 
 
-def _check_birth(birth: Birth) -> None:
+def check_birth(birth: Birth) -> None:
     check_text(birth.service, birth.handler, birth.version, birth.identity, birth.correlation_id)
     check_text(birth.traceparent, birth.tracestate, birth.caller.subject if birth.caller else None)
     check_bytes(birth.digest, birth.request)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from ssl import SSLContext
 from typing import Any, TypeVar
@@ -278,25 +278,7 @@ async def rows(connection: Connection, statement: TextClause, **values: Any) -> 
     return await connection.read(statement, values)
 
 
-def columns(names: Sequence[str], items: Sequence[tuple[Any, ...]], *, alike: Collection[str] = ()) -> dict[str, Any]:
-    """Turn rows into one array per column, the shape `unnest` takes; it pads a column that is None with NULLs. To send
-    an element takes a third of a microsecond; so a column of those that are mostly `alike`, if it is, is one element,
-    which `spread` makes as many of as there are rows.
-    """
+def columns(names: Sequence[str], items: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """Turn rows into one array per column, the shape `unnest` takes."""
     arrays = zip(*items, strict=True) if items else ((),) * len(names)
-    return {name: _shortened(array, name in alike) for name, array in zip(names, arrays, strict=True)}
-
-
-def _shortened(array: tuple[Any, ...], may_be_alike: bool) -> tuple[Any, ...] | None:
-    if not array or not (may_be_alike or array[0] is None) or array.count(array[0]) < len(array):
-        return array
-    return None if array[0] is None else array[:1]
-
-
-def spread(name: str, kind: str, *, over: str) -> str:
-    """The array of a column that may be sent as one element, for all the rows that `over` has an id for."""
-    array = f"CAST(:{name} AS {kind}[])"
-    return (
-        f"CASE WHEN cardinality({array}) = 1 THEN array_fill(({array})[1], ARRAY[cardinality(CAST(:{over} AS uuid[]))])"
-        f" ELSE {array} END"
-    )
+    return dict(zip(names, arrays, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -12,13 +11,14 @@ from sqlalchemy import text
 
 from coatcheck.store.postgres.connection import Connection, Row
 from coatcheck.store.postgres.database import rows
-from coatcheck.store.postgres.records import TASK_COLUMNS, from_json, task_of
-from coatcheck.store.rows import CallId, CallState, Kind, Task, TaskId, TaskState
+from coatcheck.store.postgres.records import from_json, task_of
+from coatcheck.store.postgres.sql import PARTS, STATEMENTS
+from coatcheck.store.rows import CallState, Kind, Task, TaskId, TaskState
+from coatcheck.store.views import Backlog, Late, Line, ServiceCount, Summary
 
-TASKS = text(f"SELECT {TASK_COLUMNS} FROM coatcheck.task t WHERE t.id = ANY(CAST(:ids AS uuid[]))")
 # The newest are picked by their ids alone: sorting whole rows would carry every request of the table along.
 LIST = f"""
-    SELECT {TASK_COLUMNS} FROM coatcheck.task t
+    SELECT {PARTS["task_columns"]} FROM coatcheck.task t
      WHERE t.id = ANY(ARRAY(SELECT id FROM coatcheck.task {{where}} ORDER BY created_at DESC, id DESC
                              LIMIT CAST(:limit AS integer)))
      ORDER BY t.created_at DESC, t.id DESC
@@ -93,83 +93,9 @@ BACKLOG = text("""
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A task in one line: where it stands, what it waits for. Times are Postgres's; `seen_at` is when it was read."""
-
-    task_id: TaskId
-    service: str
-    handler: str | None
-    version: str
-    state: TaskState
-    attempt: int
-    open_count: int
-    peers: tuple[str, ...]
-    """Whom its open calls went to; `(timer)` for a sleep."""
-    next_due_at: datetime | None
-    """When its lease, retry time or earliest open call is over; None for a finished task."""
-    progress: dict[str, Any] | None
-    failure: bytes | None
-    created_at: datetime
-    updated_at: datetime
-    finished_at: datetime | None
-    seen_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceCount:
-    """How many tasks the table holds for one service. `nameless_count`: came without an identity; a
-    cancel that met no task left a row, too, but never came as a request.
-    """
-
-    service: str
-    unfinished_count: int
-    nameless_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Tasks of one service whose time is over. `unlooked_count`: no sweeper has looked at them since."""
-
-    service: str
-    overdue_count: int
-    unlooked_count: int
-    oldest: timedelta
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """Messages that wait in their rows to be sent: calls to one peer, or with peer None final replies."""
-
-    peer: str | None
-    count: int
-    oldest: timedelta
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a task's story: a step, or a call open or ended."""
-
-    key: str
-    kind: Kind
-    name: str
-    state: CallState
-    seq: int | None
-    value: bytes | None
-    call_id: CallId | None
-    peer: str
-    due_at: datetime | None
-    opened_at: datetime
-    closed_at: datetime | None
-    progress: dict[str, Any] | None
-    is_sent: bool
-    is_forgotten: bool
-    checkpoint: int
-
-
 async def find_tasks(connection: Connection, ids: Sequence[TaskId], waits: bool) -> list[Task | None]:
     """The tasks in the order of their ids, None where there is no row."""
-    found = {row.id: task_of(row) for row in await rows(connection, TASKS, ids=sorted(ids))}
+    found = {row.id: task_of(row) for row in await rows(connection, STATEMENTS["read_tasks"], ids=sorted(ids))}
     return [found.get(task_id) for task_id in ids]
 
 

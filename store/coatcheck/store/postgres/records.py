@@ -1,8 +1,4 @@
-"""Reading rows: the statements that lock and load, and the values they become.
-
-Lock order, everywhere: tasks by id, then calls by id. A batch locks its tasks with SKIP LOCKED and leaves out what is
-locked elsewhere; only in a lane is a lock waited for, one task at a time. So no two transactions ever wait in a circle.
-"""
+"""Reading rows: the values they become, and the reads that several operations share."""
 
 from __future__ import annotations
 
@@ -13,116 +9,66 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import text
 
+from coatcheck.store.decide import TASK_STATES, Closing, Found
+from coatcheck.store.kinds import KINDS
 from coatcheck.store.postgres.connection import Connection, Row
 from coatcheck.store.postgres.database import rows
+from coatcheck.store.postgres.sql import STATEMENTS
 from coatcheck.store.rows import (
     Address,
     Caller,
     CallId,
     CallState,
     History,
-    Kind,
     OpenCall,
     Peer,
     Recorded,
     Task,
     TaskId,
-    TaskState,
     Unsent,
 )
 
 T = TypeVar("T")
 
-# A dict's look-up is a tenth of an enum's.
-KINDS: Mapping[str, Kind] = {one.value: one for one in Kind}
 CALL_STATES: Mapping[str, CallState] = {one.value: one for one in CallState}
-TASK_STATES: Mapping[str, TaskState] = {one.value: one for one in TaskState}
-
-TASK_COLUMNS = """
-    t.id, t.service, t.handler, t.version, t.state, t.epoch, t.checkpoint, t.seq, t.attempt, t.pickups, t.trigger,
-    t.identity, t.digest, t.correlation_id, t.request, t.addresses, t.traceparent, t.tracestate, t.value, t.traceback,
-    t.is_final_sent, t.progress, t.due_at, t.created_at, t.updated_at, t.finished_at, t.caller_subject, t.caller_claims,
-    t.deadline_at
-"""
-READ_TASKS = text(f"""
-    SELECT {TASK_COLUMNS}, t.due_at <= clock_timestamp() AS is_due, t.xmin AS version
-      FROM coatcheck.task t WHERE t.id = ANY(CAST(:ids AS uuid[]))
-""")
-LOCK_TASKS = text(f"{READ_TASKS.text} ORDER BY t.id FOR UPDATE")
-LOCK_FREE_TASKS = text(f"{LOCK_TASKS.text} SKIP LOCKED")
-EXISTING_TASKS = text("SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))")
-
-# What `recorded_of` reads, in this order, and `history_of` with a due time behind, and whether values are withheld. The
-# size of all values is known without reading them: Postgres keeps it beside each. Rows, and no array of them for each
-# task: of a value that is a record, the driver looks up the type of each column anew.
-ENTRY_COLUMNS = "key, kind, name, digest, seq, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END, value, NULL::uuid"
-CALL_COLUMNS = "key, kind, name, digest, seq, state, value, id"
-HISTORY_OF_TASK = f"""
-    LATERAL (SELECT known.*, sum(octet_length(known.value)) OVER () AS size
-               FROM (SELECT {ENTRY_COLUMNS}, NULL::timestamptz FROM coatcheck.journal
-                      WHERE task_id = t.id AND NOT is_forgotten
-                      UNION ALL
-                     SELECT {CALL_COLUMNS}, due_at FROM coatcheck.call WHERE task_id = t.id AND NOT is_forgotten)
-                 AS known(key, kind, name, digest, seq, state, value, call_id, due_at)) AS h
-"""
-HISTORY = text(f"""
-    SELECT t.id, h.key, h.kind, h.name, h.digest, h.seq, h.state, h.value, h.call_id, h.due_at, false
-      FROM unnest(CAST(:ids AS uuid[])) AS t(id) CROSS JOIN {HISTORY_OF_TASK}
-""")
-PEER_COLUMNS = """
-    c.id, c.task_id, t.service, c.kind, c.key, c.peer, c.handler, c.body, c.headers, c.hard_due_at, t.traceparent
-"""
-UNSENT_CALLS = text(f"""
-    SELECT {PEER_COLUMNS} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
-     WHERE c.task_id = ANY(CAST(:ids AS uuid[])) AND c.state = 'open' AND NOT c.is_sent AND c.kind <> 'timer'
-     ORDER BY c.id
-""")
-
 
 UNREADABLE = (LookupError, TypeError, ValueError, msgspec.MsgspecError)
 """What bytes and words that another release or another program wrote are known to raise."""
 
-Closing = tuple[CallId, CallState, int, bytes]
-"""A call that is to be closed: with this state, in this place of the order, with this value."""
 
-
-class Locked:
-    """The task rows a batch holds or has read, which version of each, and which another transaction holds."""
-
-    def __init__(self, found: Sequence[Row], busy: Collection[TaskId]) -> None:
-        self.tasks = {row[0]: task_of(row) for row in found}
-        self.due = {row[0] for row in found if row.is_due}
-        self.versions = {row[0]: row.version for row in found}
-        self.busy = busy
-
-
-async def lock_tasks(connection: Connection, ids: Iterable[TaskId], *, waits: bool) -> Locked:
-    """Lock the rows that exist, by id. Unless told to wait, rows locked elsewhere are left out and named in `busy`."""
+async def lock_tasks(
+    connection: Connection, ids: Iterable[TaskId], *, waits: bool
+) -> tuple[dict[TaskId, Found], Collection[TaskId]]:
+    """Lock the rows that exist, by id. Unless told to wait, rows locked elsewhere are left out, and named beside."""
     wanted = set(ids)
     if not wanted:
-        return Locked([], ())
+        return {}, ()
     if waits:
-        return Locked(await rows(connection, LOCK_TASKS, ids=list(wanted)), ())
-    found = await rows(connection, LOCK_FREE_TASKS, ids=list(wanted))
-    missing = [] if len(found) == len(wanted) else list(wanted.difference(row[0] for row in found))
-    busy = {row[0] for row in await rows(connection, EXISTING_TASKS, ids=missing)} if missing else ()
-    return Locked(found, busy)
+        return _found(await rows(connection, STATEMENTS["lock_tasks"], ids=list(wanted))), ()
+    found = _found(await rows(connection, STATEMENTS["lock_free_tasks"], ids=list(wanted)))
+    missing = list(wanted - found.keys())
+    if not missing:
+        return found, ()
+    return found, {row["id"] for row in await rows(connection, STATEMENTS["existing_tasks"], ids=missing)}
 
 
-async def read_tasks(connection: Connection, ids: Sequence[TaskId], *, locks: bool) -> Locked:
+async def read_tasks(connection: Connection, ids: Sequence[TaskId], *, locks: bool) -> dict[TaskId, Found]:
     """Read the rows that exist; and lock them, by id, waiting for each."""
-    return Locked(await rows(connection, LOCK_TASKS if locks else READ_TASKS, ids=ids), ())
+    return _found(await rows(connection, STATEMENTS["lock_tasks" if locks else "read_tasks"], ids=ids))
+
+
+def _found(found: Iterable[Row]) -> dict[TaskId, Found]:
+    return {row["id"]: Found(task_of(row), row["is_due"], row["row_version"]) for row in found}
 
 
 async def load_histories(connection: Connection, ids: Collection[TaskId]) -> Mapping[TaskId, History]:
     """Everything recorded and open for these tasks; one that has nothing is left out."""
     if not ids:
         return {}
-    known: dict[TaskId, list[Sequence[Any]]] = defaultdict(list)
-    for task_id, *about in await rows(connection, HISTORY, ids=list(ids)):
-        known[task_id].append(about)
+    known: dict[TaskId, list[Row]] = defaultdict(list)
+    for row in await rows(connection, STATEMENTS["histories"], ids=list(ids)):
+        known[row["id"]].append(row)
     return {task_id: history_of(about, {}) for task_id, about in known.items()}
 
 
@@ -131,28 +77,31 @@ async def load_unsent(connection: Connection, tasks: Collection[Task]) -> Mappin
     if not tasks:
         return {}
     calls: dict[TaskId, list[Peer]] = defaultdict(list)
-    for row in await rows(connection, UNSENT_CALLS, ids=[task.task_id for task in tasks]):
-        calls[row[1]].append(peer_of(row))
+    for row in await rows(connection, STATEMENTS["unsent_calls"], ids=[task.task_id for task in tasks]):
+        calls[row["task_id"]].append(peer_of(row))
     return {
         task.task_id: Unsent(tuple(calls[task.task_id]), task.state.is_final and not task.is_final_sent)
         for task in tasks
     }
 
 
-def history_of(known: Iterable[Sequence[Any]], closing: Mapping[CallId, Closing]) -> History:
-    """A task's journal entries and calls, as HISTORY_OF_TASK has them, in the order of `seq`. A statement that closes
-    calls reads them as they were before; so how they are now comes with them.
+# --- from rows to values ---
+
+
+def history_of(known: Iterable[Row], closing: Mapping[CallId, Closing]) -> History:
+    """A task's journal entries and calls in the order of `seq`. A statement that closes calls reads them as they were
+    before; so how they are now comes with them.
     """
     recorded, still_open, is_withheld = [], [], False
     for row in known:
-        key, kind, name, digest, seq, state, value, call_id, due_at, is_withheld = row
-        if call_id in closing:
-            _, state, seq, value = closing[call_id]
+        closed = closing.get(row["h_call_id"])
+        is_withheld = row["h_is_withheld"]
         # A send counts as done from the moment its row exists: the handler never waits for it.
-        if state == CallState.OPEN and kind != Kind.SEND:
-            still_open.append(OpenCall(call_id, key, KINDS[kind], name, digest, due_at))
+        if closed is None and row["h_state"] == CallState.OPEN and KINDS[row["h_kind"]].is_awaited:
+            still_open.append(_open_call_of(row))
         else:
-            recorded.append(recorded_of((key, kind, name, digest, seq, state, b"" if is_withheld else value, call_id)))
+            ended = recorded_of(row) if closed is None else _closed_of(row, closed)
+            recorded.append(msgspec.structs.replace(ended, value=b"") if is_withheld else ended)
     recorded.sort(key=_seq_of)
     return History(tuple(recorded), tuple(still_open), is_withheld)
 
@@ -160,45 +109,72 @@ def history_of(known: Iterable[Sequence[Any]], closing: Mapping[CallId, Closing]
 _seq_of = attrgetter("seq")
 
 
-def recorded_of(row: Sequence[Any]) -> Recorded:
-    """A row of ENTRY_COLUMNS or CALL_COLUMNS."""
-    key, kind, name, digest, seq, state, value, call_id = row
-    ended = CallState.OK if kind == Kind.SEND else CALL_STATES[state]
-    return Recorded(key, KINDS[kind], name, digest, seq, ended, value or b"", call_id)
+def _open_call_of(row: Row) -> OpenCall:
+    kind = KINDS[row["h_kind"]]
+    return OpenCall(row["h_call_id"], row["h_key"], kind, row["h_name"], row["h_digest"], row["h_due_at"])
 
 
-def peer_of(row: Sequence[Any]) -> Peer:
-    """A row that begins with PEER_COLUMNS."""
-    call_id, task_id, service, kind, key, peer, handler, body, headers, hard_due_at, traceparent, *_ = row
+def _closed_of(row: Row, closed: Closing) -> Recorded:
+    kind, (call_id, state, seq, value) = KINDS[row["h_kind"]], closed
+    return Recorded(row["h_key"], kind, row["h_name"], row["h_digest"], seq, state, value, call_id)
+
+
+def recorded_of(row: Row) -> Recorded:
+    """An entry of the journal, or a call that has ended."""
+    kind = KINDS[row["h_kind"]]
+    state = CALL_STATES[row["h_state"]] if kind.is_awaited or kind.is_entry else CallState.OK
+    value = row["h_value"] or b""
+    return Recorded(row["h_key"], kind, row["h_name"], row["h_digest"], row["h_seq"], state, value, row["h_call_id"])
+
+
+def peer_of(row: Row) -> Peer:
     return Peer(
-        call_id,
-        task_id,
-        service,
-        KINDS[kind],
-        key,
-        peer,
-        handler,
-        body,
-        from_json(headers),
-        hard_due_at,
-        traceparent,
+        call_id=row["id"],
+        task_id=row["task_id"],
+        service=row["service"],
+        kind=KINDS[row["kind"]],
+        key=row["key"],
+        peer=row["peer"],
+        handler=row["handler"],
+        body=row["body"],
+        headers=from_json(row["headers"]),
+        hard_due_at=row["hard_due_at"],
+        traceparent=row["traceparent"],
     )
 
 
-def task_of(row: Sequence[Any]) -> Task:
-    """A row that begins with TASK_COLUMNS."""
-    # fmt: off
-    (task_id, service, handler, version, state, epoch, checkpoint, seq, attempt, pickups, trigger,
-     identity, digest, correlation_id, request, addresses, traceparent, tracestate, value, traceback,
-     is_final_sent, progress, due_at, created_at, updated_at, finished_at, caller_subject, caller_claims,
-     deadline_at, *_) = row
+def task_of(row: Row) -> Task:
+    subject, progress = row["caller_subject"], row["progress"]
     return Task(
-        task_id, service, handler, version, TASK_STATES[state], epoch, checkpoint, seq, attempt, pickups, trigger,
-        identity, digest, correlation_id, request, addresses_of(addresses), traceparent, tracestate, value, traceback,
-        is_final_sent, None if progress is None else from_json(progress), due_at, created_at, updated_at, finished_at,
-        None if caller_subject is None else Caller(caller_subject, from_json(caller_claims) or {}), deadline_at,
+        task_id=row["id"],
+        service=row["service"],
+        handler=row["handler"],
+        version=row["version"],
+        state=TASK_STATES[row["state"]],
+        epoch=row["epoch"],
+        checkpoint=row["checkpoint"],
+        seq=row["seq"],
+        attempt=row["attempt"],
+        pickups=row["pickups"],
+        trigger=row["trigger"],
+        identity=row["identity"],
+        digest=row["digest"],
+        correlation_id=row["correlation_id"],
+        request=row["request"],
+        addresses=addresses_of(row["addresses"]),
+        traceparent=row["traceparent"],
+        tracestate=row["tracestate"],
+        value=row["value"],
+        traceback=row["traceback"],
+        is_final_sent=row["is_final_sent"],
+        progress=None if progress is None else from_json(progress),
+        due_at=row["due_at"],
+        created_at=row["created_at"],
+        updated_at=row["updated_at"],
+        finished_at=row["finished_at"],
+        caller=None if subject is None else Caller(subject, from_json(row["caller_claims"]) or {}),
+        deadline_at=row["deadline_at"],
     )
-    # fmt: on
 
 
 def readable(found: Iterable[Row], of: Callable[[Row], T]) -> tuple[list[T], list[UUID]]:
@@ -208,7 +184,7 @@ def readable(found: Iterable[Row], of: Callable[[Row], T]) -> tuple[list[T], lis
         try:
             values.append(of(row))
         except UNREADABLE:
-            unreadable.append(row[0])
+            unreadable.append(row["id"])
     return values, unreadable
 
 

@@ -12,9 +12,7 @@ from coatcheck.store.batcher import Batcher, Observe
 from coatcheck.store.migrate import schema_version
 from coatcheck.store.postgres import cancels, claims, puts, queries, sweeps
 from coatcheck.store.postgres.database import Database
-from coatcheck.store.postgres.queries import Backlog, Late, Line, ServiceCount, Summary
 from coatcheck.store.postgres.records import load_histories
-from coatcheck.store.postgres.sweeps import LookedAt, Renewal, Renewed, Retention
 from coatcheck.store.rows import (
     MAX_HISTORY,
     Address,
@@ -32,6 +30,7 @@ from coatcheck.store.rows import (
     TaskState,
     Wake,
 )
+from coatcheck.store.views import Backlog, Late, Line, LookedAt, Renewal, Renewed, Retention, ServiceCount, Summary
 
 T = TypeVar("T")
 

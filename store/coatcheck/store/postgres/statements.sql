@@ -1,0 +1,590 @@
+-- Every statement that workers and sweepers run all the time, by name. What people ask now and then is in queries.py.
+--
+-- `-- name: x` begins a statement, `-- part: x` a piece that other statements hold as {x}. The lines below it, up to the
+-- SQL, say what it is for. Values are bound by name (:ids) and cast where they stand, because a plan is made before
+-- their types are known. Tables are named with their schema; the search path holds Postgres's own names only.
+--
+-- Lock order, everywhere: tasks by id, then calls by id. A batch locks its tasks with SKIP LOCKED and leaves out what is
+-- locked elsewhere; only in a lane is a lock waited for, one task at a time. So no two transactions wait in a circle.
+
+-- part: task_columns
+t.id, t.service, t.handler, t.version, t.state, t.epoch, t.checkpoint, t.seq, t.attempt, t.pickups, t.trigger,
+t.identity, t.digest, t.correlation_id, t.request, t.addresses, t.traceparent, t.tracestate, t.value, t.traceback,
+t.is_final_sent, t.progress, t.due_at, t.created_at, t.updated_at, t.finished_at, t.caller_subject, t.caller_claims,
+t.deadline_at
+
+-- part: no_task
+-- In the place of the task columns behind the id.
+NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+NULL
+
+-- part: peer_columns
+-- A call as the wire needs it.
+c.id, c.task_id, t.service, c.kind, c.key, c.peer, c.handler, c.body, c.headers, c.hard_due_at, t.traceparent
+
+-- part: no_peer
+-- In the place of the columns of a call behind its id and its task's.
+NULL::text AS service, NULL::text AS kind, NULL::text AS key, NULL::text AS peer, NULL::text AS handler,
+NULL::bytea AS body, NULL::jsonb AS headers, NULL::timestamptz AS hard_due_at, NULL::text AS traceparent
+
+-- part: no_history
+NULL::text AS h_key, NULL::text AS h_kind, NULL::text AS h_name, NULL::bytea AS h_digest, NULL::integer AS h_seq,
+NULL::text AS h_state, NULL::bytea AS h_value, NULL::uuid AS h_call_id, NULL::timestamptz AS h_due_at,
+NULL::boolean AS h_is_withheld
+
+-- part: history_of_task
+-- What a task has recorded and what is open, and the size of all its values, which Postgres knows without reading them.
+-- Rows and no array of them for each task: of a value that is a record, the driver looks up each column's type anew.
+LATERAL (SELECT known.*, sum(octet_length(known.value)) OVER () AS size
+           FROM (SELECT key, kind, name, digest, seq, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END, value, NULL::uuid,
+                        NULL::timestamptz
+                   FROM coatcheck.journal WHERE task_id = t.id AND NOT is_forgotten
+                  UNION ALL
+                 SELECT key, kind, name, digest, seq, state, value, id, due_at
+                   FROM coatcheck.call WHERE task_id = t.id AND NOT is_forgotten)
+             AS known(key, kind, name, digest, seq, state, value, call_id, due_at)) AS h
+
+-- part: is_met
+-- A group's wait is over at `need` successes, or when that many are out of reach; without a need, when all have ended.
+CASE WHEN need IS NULL THEN still_open = 0 ELSE ok >= need OR ok + still_open < need END
+
+
+-- ===== reading and locking =====
+
+-- name: read_tasks
+SELECT {task_columns}, t.due_at <= clock_timestamp() AS is_due, t.xmin AS row_version
+  FROM coatcheck.task t WHERE t.id = ANY(CAST(:ids AS uuid[]))
+
+-- name: lock_tasks
+SELECT {task_columns}, t.due_at <= clock_timestamp() AS is_due, t.xmin AS row_version
+  FROM coatcheck.task t WHERE t.id = ANY(CAST(:ids AS uuid[])) ORDER BY t.id FOR UPDATE
+
+-- name: lock_free_tasks
+-- The same, without those that another transaction holds.
+SELECT {task_columns}, t.due_at <= clock_timestamp() AS is_due, t.xmin AS row_version
+  FROM coatcheck.task t WHERE t.id = ANY(CAST(:ids AS uuid[])) ORDER BY t.id FOR UPDATE SKIP LOCKED
+
+-- name: existing_tasks
+SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))
+
+-- name: histories
+SELECT t.id, h.key AS h_key, h.kind AS h_kind, h.name AS h_name, h.digest AS h_digest, h.seq AS h_seq,
+       h.state AS h_state, h.value AS h_value, h.call_id AS h_call_id, h.due_at AS h_due_at, false AS h_is_withheld
+  FROM unnest(CAST(:ids AS uuid[])) AS t(id) CROSS JOIN {history_of_task}
+
+-- name: unsent_calls
+SELECT {peer_columns} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
+ WHERE c.task_id = ANY(CAST(:ids AS uuid[])) AND c.state = 'open' AND NOT c.is_sent AND c.kind <> 'timer'
+ ORDER BY c.id
+
+
+-- ===== births =====
+
+-- part: insert_births
+-- A row is made no later than its task ends: the column's own default is worked out last, and would come after the end.
+-- ON CONFLICT alone would wait for the transaction that updates a row that is there already; such a row is left to the
+-- locks. What is still waited for is another birth of the same id that is not committed yet.
+INSERT INTO coatcheck.task AS t (id, service, handler, version, identity, digest, correlation_id, request, addresses,
+                                 traceparent, tracestate, caller_subject, caller_claims, deadline_at, epoch, checkpoint,
+                                 pickups, state, seq, attempt, trigger, wait_calls, wait_groups, wait_needs, value,
+                                 traceback, progress, due_at, look_at, finished_at, created_at)
+SELECT id, service, handler, version, identity, digest, correlation_id, request, addresses::jsonb, traceparent,
+       tracestate, caller_subject, caller_claims::jsonb, deadline_at, 1, CAST(:checkpoint AS integer), pickups,
+       state, seq, CASE WHEN state = 'retrying' THEN 2 ELSE 1 END,
+       CASE WHEN is_final OR NOT is_detached THEN 'request' END,
+       wait_calls::uuid[], wait_groups::integer[], wait_needs::integer[], value, traceback, progress::jsonb,
+       clock_timestamp() + due_s * interval '1 s',
+       clock_timestamp() + CASE WHEN NOT is_final THEN due_s
+                                WHEN is_detached THEN CAST(:resend_after_s AS float8) END * interval '1 s',
+       CASE WHEN is_final THEN clock_timestamp() END, statement_timestamp()
+  FROM (SELECT *, state IN ('done', 'failed') AS is_final
+          FROM unnest(CAST(:id AS uuid[]), CAST(:service AS text[]), CAST(:handler AS text[]),
+                      CAST(:version AS text[]), CAST(:identity AS text[]), CAST(:digest AS bytea[]),
+                      CAST(:correlation_id AS text[]), CAST(:request AS bytea[]), CAST(:addresses AS text[]),
+                      CAST(:traceparent AS text[]), CAST(:tracestate AS text[]), CAST(:caller_subject AS text[]),
+                      CAST(:caller_claims AS text[]), CAST(:deadline_at AS timestamptz[]), CAST(:pickups AS integer[]),
+                      CAST(:state AS text[]), CAST(:seq AS integer[]), CAST(:is_detached AS boolean[]),
+                      CAST(:wait_calls AS text[]), CAST(:wait_groups AS text[]), CAST(:wait_needs AS text[]),
+                      CAST(:value AS bytea[]), CAST(:traceback AS text[]), CAST(:progress AS text[]),
+                      CAST(:due_s AS float8[]))
+            AS u(id, service, handler, version, identity, digest, correlation_id, request, addresses, traceparent,
+                 tracestate, caller_subject, caller_claims, deadline_at, pickups, state, seq, is_detached, wait_calls,
+                 wait_groups, wait_needs, value, traceback, progress, due_s)) AS u
+ WHERE NOT EXISTS (SELECT FROM coatcheck.task t WHERE t.id = u.id)
+ ORDER BY id
+ON CONFLICT (id) DO NOTHING
+
+-- name: create
+{insert_births} RETURNING {task_columns}
+
+-- name: add_addresses
+UPDATE coatcheck.task t SET addresses = u.addresses::jsonb
+  FROM unnest(CAST(:id AS uuid[]), CAST(:addresses AS text[])) AS u(id, addresses) WHERE t.id = u.id
+
+
+-- ===== replies, resumes and requests =====
+
+-- name: lock_owners
+SELECT FROM coatcheck.task
+ WHERE id IN (SELECT task_id FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[]))) ORDER BY id FOR UPDATE
+
+-- name: lock_calls
+SELECT FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[])) ORDER BY id FOR UPDATE
+
+-- name: called
+-- The columns are those of `decide.Called`.
+SELECT c.id, c.task_id, c.kind, c.peer, c.state, c.due_at <= clock_timestamp(), t.xmin, t.service, t.state, t.seq,
+       t.trigger
+  FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
+ WHERE c.id = ANY(CAST(:ids AS uuid[]))
+
+-- name: note_progress
+-- It needs no lock on the task: of a call that is open it changes nothing that anything but a timeout depends on.
+UPDATE coatcheck.call c
+   SET progress = u.progress::jsonb, is_sent = true,
+       due_at = least(clock_timestamp() + c.idle, c.hard_due_at),
+       look_at = least(clock_timestamp() + c.idle, c.hard_due_at)
+  FROM (SELECT u.* FROM unnest(CAST(:id AS uuid[]), CAST(:progress AS text[])) AS u(id, progress)
+          JOIN coatcheck.call c ON c.id = u.id
+         WHERE c.state = 'open' ORDER BY c.id FOR UPDATE OF c SKIP LOCKED) AS u
+ WHERE c.id = u.id
+RETURNING c.id
+
+-- name: apply_plan
+-- Close calls, wake tasks whose wait is over, grant those that are taken over. All of a task's replies are written, or
+-- none: the one that would be left out may be the one that is to run the task.
+-- No two of the lists here are joined: the planner takes each for a row or ten, and would go through one for every row
+-- of the other. An IN that is no plain condition looks up in a hash.
+-- It gives back three kinds of rows: a task that is granted, a piece of its history, and a task that is only written.
+WITH
+-- The tasks that are still as they were read, locked. Each reply takes one number of its task's sequence, which tells
+-- how many there are.
+held AS MATERIALIZED (
+    SELECT u.*, coalesce(u.seq - t.seq, 0) AS call_count, t.state, t.wait_calls, t.wait_groups, t.wait_needs
+      FROM unnest(CAST(:id AS uuid[]), CAST(:version AS xid[]), CAST(:seq AS integer[]), CAST(:trigger AS text[]),
+                  CAST(:takes_over AS boolean[])) AS u(id, version, seq, trigger, takes_over)
+      JOIN coatcheck.task t ON t.id = u.id
+     WHERE t.xmin = u.version ORDER BY t.id FOR UPDATE OF t SKIP LOCKED),
+-- The calls to be closed, locked. A progress may just have moved the due time of one whose timeout was read to be due.
+held_call AS MATERIALIZED (
+    SELECT u.*, c.task_id
+      FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_state AS text[]), CAST(:c_seq AS integer[]), CAST(:c_value AS bytea[]))
+        AS u(id, state, seq, value)
+      JOIN coatcheck.call c ON c.id = u.id
+     WHERE (c.task_id IN (SELECT id FROM held)) IS TRUE AND c.state = 'open'
+       AND (u.state <> 'timed_out' OR c.due_at <= clock_timestamp())
+     ORDER BY c.id FOR UPDATE OF c SKIP LOCKED),
+-- The tasks of which all calls could be locked.
+ready AS MATERIALIZED (
+    SELECT * FROM held
+     WHERE call_count = 0 OR (id, call_count) IN (SELECT task_id, count(*) FROM held_call GROUP BY task_id)),
+closed AS (
+    UPDATE coatcheck.call c
+       SET state = u.state, seq = u.seq, value = u.value, closed_at = clock_timestamp(), is_sent = true,
+           look_at = NULL
+      FROM held_call AS u WHERE c.id = u.id AND (u.task_id IN (SELECT id FROM ready)) IS TRUE),
+-- The parked tasks that one of these replies wakes. Counted by rows, never by decrement.
+met AS MATERIALIZED (
+    SELECT DISTINCT id FROM (
+        SELECT r.id, r.wait_needs[w.number] AS need,
+               count(*) FILTER (WHERE c.state = 'ok'
+                                   OR c.id IN (SELECT id FROM held_call WHERE state = 'ok')) AS ok,
+               count(*) FILTER (WHERE c.state = 'open'
+                                  AND c.id NOT IN (SELECT id FROM held_call)) AS still_open
+          FROM ready AS r CROSS JOIN unnest(r.wait_calls, r.wait_groups) AS w(call_id, number)
+          JOIN coatcheck.call c ON c.id = w.call_id
+         WHERE r.state = 'parked' AND r.trigger IS NOT NULL
+         GROUP BY r.id, w.number, r.wait_needs[w.number]) AS counted
+     WHERE {is_met}),
+-- The tasks that wait on, or whose live run will find the reply.
+recorded AS (
+    UPDATE coatcheck.task t SET seq = r.seq, updated_at = clock_timestamp()
+      FROM ready AS r
+     WHERE t.id = r.id AND r.seq IS NOT NULL AND NOT r.takes_over AND r.id NOT IN (SELECT id FROM met)),
+granted AS (
+    UPDATE coatcheck.task t
+       SET state = 'running', epoch = t.epoch + 1, trigger = r.trigger, seq = coalesce(r.seq, t.seq),
+           pickups = t.pickups + 1, wait_calls = NULL, wait_groups = NULL, wait_needs = NULL,
+           updated_at = clock_timestamp(),
+           due_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
+           look_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s'
+      FROM ready AS r
+     WHERE t.id = r.id AND (r.takes_over OR r.id IN (SELECT id FROM met))
+    RETURNING {task_columns})
+SELECT t.*, {no_history} FROM granted AS t
+ UNION ALL
+SELECT t.id, {no_task}, h.key, h.kind, h.name, h.digest, h.seq, h.state,
+       CASE WHEN h.size > CAST(:max_history AS bigint) THEN NULL ELSE h.value END, h.call_id,
+       CASE WHEN (h.call_id IN (SELECT id FROM held_call)) IS NOT TRUE THEN h.due_at END,
+       coalesce(h.size > CAST(:max_history AS bigint), false)
+  FROM granted AS t CROSS JOIN {history_of_task}
+ UNION ALL
+SELECT id, {no_task}, {no_history} FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
+
+
+-- ===== what a run writes =====
+-- A put is one statement of those parts below that have something to write. `writing` are the tasks that it writes.
+
+-- part: put_born
+{insert_births} RETURNING id
+
+-- part: put_met
+-- Waits that are over already, by the states of calls that were opened before. One opened just now has no row.
+SELECT id FROM (
+    SELECT u.id, u.need, count(*) FILTER (WHERE c.state = 'ok') AS ok,
+           count(*) FILTER (WHERE coalesce(c.state, 'open') = 'open') AS still_open
+      FROM unnest(CAST(:m_id AS uuid[]), CAST(:m_number AS integer[]), CAST(:m_need AS integer[]),
+                  CAST(:m_call_id AS uuid[])) AS u(id, number, need, call_id)
+      LEFT JOIN coatcheck.call c ON c.id = u.call_id
+     GROUP BY u.id, u.number, u.need) AS counted
+ WHERE {is_met}
+
+-- part: put_held
+-- The rows that stand exactly as their runs last saw them, locked. A claimed reply would have taken a number.
+SELECT u.*, u.state IN ('done', 'failed') AS is_final, t.addresses
+  FROM unnest(CAST(:u_id AS uuid[]), CAST(:u_epoch AS integer[]), CAST(:u_follows AS integer[]),
+              CAST(:u_seen AS integer[]), CAST(:u_is_progress AS boolean[]), CAST(:u_state AS text[]),
+              CAST(:u_seq AS integer[]), CAST(:u_is_detached AS boolean[]), CAST(:u_wait_calls AS text[]),
+              CAST(:u_wait_groups AS text[]), CAST(:u_wait_needs AS text[]), CAST(:u_value AS bytea[]),
+              CAST(:u_traceback AS text[]), CAST(:u_progress AS text[]), CAST(:u_due_s AS float8[]))
+    AS u(id, epoch, follows, seen, is_progress, state, seq, is_detached, wait_calls, wait_groups, wait_needs,
+         value, traceback, progress, due_s)
+  JOIN coatcheck.task t ON t.id = u.id
+ WHERE t.state = 'running' AND t.epoch = u.epoch AND t.checkpoint = u.follows AND t.seq = u.seen
+       {unless_met}
+ ORDER BY t.id FOR UPDATE OF t SKIP LOCKED
+
+-- part: put_closed
+UPDATE coatcheck.call c
+   SET state = 'closed', seq = u.seq, closed_at = clock_timestamp(), look_at = NULL,
+       is_forgotten = (c.task_id, c.key) IN (SELECT * FROM unnest(CAST(:f_task_id AS uuid[]), CAST(:f_key AS text[])))
+  FROM unnest(CAST(:x_id AS uuid[]), CAST(:x_task_id AS uuid[]), CAST(:x_seq AS integer[]))
+    AS u(id, task_id, seq), coatcheck.task t
+ WHERE c.id = u.id AND c.state = 'open' AND t.id = c.task_id AND u.task_id IN (SELECT id FROM writing)
+RETURNING {peer_columns}
+
+-- part: put_entries
+INSERT INTO coatcheck.journal (task_id, seq, key, kind, name, digest, is_ok, value, checkpoint, is_forgotten)
+SELECT * FROM unnest(CAST(:e_task_id AS uuid[]), CAST(:e_seq AS integer[]), CAST(:e_key AS text[]),
+                     CAST(:e_kind AS text[]), CAST(:e_name AS text[]), CAST(:e_digest AS bytea[]),
+                     CAST(:e_is_ok AS boolean[]), CAST(:e_value AS bytea[]), CAST(:e_checkpoint AS integer[]),
+                     CAST(:e_is_forgotten AS boolean[])) AS u(task_id)
+ WHERE task_id IN (SELECT id FROM writing)
+
+-- part: put_calls
+INSERT INTO coatcheck.call (id, task_id, key, kind, name, digest, peer, handler, headers, body, state, seq,
+                            idle, hard_due_at, due_at, look_at, checkpoint)
+SELECT u.id, task_id, key, kind, name, digest, peer, handler, coalesce(headers::jsonb, '{}'), body, 'open',
+       seq, idle_s * interval '1 s', t.now + hard_s * interval '1 s',
+       t.now + least(idle_s, hard_s) * interval '1 s',
+       t.now + least(idle_s, hard_s, CASE WHEN kind <> 'timer' THEN CAST(:resend_after_s AS float8) END) * interval '1 s',
+       checkpoint
+  FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_task_id AS uuid[]), CAST(:c_key AS text[]), CAST(:c_kind AS text[]),
+              CAST(:c_name AS text[]), CAST(:c_digest AS bytea[]), CAST(:c_peer AS text[]),
+              CAST(:c_handler AS text[]), CAST(:c_headers AS text[]), CAST(:c_body AS bytea[]),
+              CAST(:c_seq AS integer[]), CAST(:c_idle_s AS float8[]), CAST(:c_hard_s AS float8[]),
+              CAST(:c_checkpoint AS integer[]))
+    AS u(id, task_id, key, kind, name, digest, peer, handler, headers, body, seq, idle_s, hard_s, checkpoint),
+       (SELECT clock_timestamp() AS now) AS t
+ WHERE task_id IN (SELECT id FROM writing)
+
+-- part: put_leftover
+-- An end gives up what is still open; that comes last in the order of things.
+UPDATE coatcheck.call c
+   SET state = 'closed', seq = numbered.seq, closed_at = clock_timestamp(), look_at = NULL
+  FROM (SELECT id, seq + row_number() OVER (PARTITION BY task_id ORDER BY id) AS seq
+          FROM (SELECT c.id, c.task_id, held.seq FROM held JOIN coatcheck.call c ON c.task_id = held.id
+                 WHERE held.is_final AND c.state = 'open' AND c.kind <> 'send'
+                   AND c.id <> ALL(CAST(:closing AS uuid[]))
+                 ORDER BY c.id FOR UPDATE OF c) AS still_open) AS numbered, coatcheck.task t
+ WHERE c.id = numbered.id AND t.id = c.task_id
+RETURNING {peer_columns}
+
+-- part: put_forgotten
+UPDATE coatcheck.call c SET is_forgotten = true
+  FROM unnest(CAST(:f_task_id AS uuid[]), CAST(:f_key AS text[])) AS u(task_id, key)
+ WHERE c.task_id = u.task_id AND c.key = u.key AND c.state NOT IN ('open', 'ok')
+   AND u.task_id IN (SELECT id FROM writing)
+
+-- part: put_forgotten_entries
+UPDATE coatcheck.journal j SET is_forgotten = true
+  FROM unnest(CAST(:f_task_id AS uuid[]), CAST(:f_key AS text[])) AS u(task_id, key)
+ WHERE j.task_id = u.task_id AND j.key = u.key AND NOT j.is_ok AND u.task_id IN (SELECT id FROM writing)
+
+-- part: put_updated
+-- What the row alone knows is taken from it: `decide.Standing.trigger_after` and `look_after` say the same.
+UPDATE coatcheck.task t SET
+       state = u.state, checkpoint = t.checkpoint + 1, seq = u.seq + coalesce(n.leftover_count, 0),
+       attempt = t.attempt + CASE WHEN u.state = 'retrying' THEN 1 ELSE 0 END,
+       pickups = CASE WHEN u.is_progress THEN 0 ELSE t.pickups END,
+       trigger = CASE WHEN u.is_final OR NOT u.is_detached THEN t.trigger END,
+       wait_calls = u.wait_calls::uuid[], wait_groups = u.wait_groups::integer[],
+       wait_needs = u.wait_needs::integer[],
+       value = coalesce(u.value, t.value), traceback = coalesce(u.traceback, t.traceback),
+       progress = coalesce(u.progress::jsonb, t.progress),
+       due_at = clock_timestamp() + u.due_s * interval '1 s',
+       look_at = clock_timestamp() + CASE WHEN NOT u.is_final THEN u.due_s
+                                          WHEN u.is_detached OR t.trigger IS NULL
+                                          THEN CAST(:resend_after_s AS float8) END * interval '1 s',
+       updated_at = clock_timestamp(),
+       finished_at = CASE WHEN u.is_final THEN clock_timestamp() END
+  FROM held AS u
+  LEFT JOIN (SELECT task_id, count(*) AS leftover_count FROM leftover GROUP BY task_id) AS n ON n.task_id = u.id
+ WHERE t.id = u.id
+RETURNING t.id, t.addresses, t.seq
+
+-- part: answer_born
+-- What the parts give back: a row for each task that is written, and one for each call that is closed.
+SELECT NULL::uuid AS id, id AS task_id, {no_peer}, NULL::jsonb AS addresses, NULL::integer AS seq FROM born
+
+-- part: answer_updated
+SELECT NULL::uuid AS id, id AS task_id, {no_peer}, addresses, seq FROM updated
+
+-- part: answer_closed
+SELECT *, NULL::jsonb AS addresses, NULL::integer AS seq FROM closed
+
+-- part: answer_leftover
+SELECT *, NULL::jsonb AS addresses, NULL::integer AS seq FROM leftover
+
+-- name: news
+-- What ended since a run last looked.
+SELECT c.task_id, c.key AS h_key, c.kind AS h_kind, c.name AS h_name, c.digest AS h_digest, c.seq AS h_seq,
+       c.state AS h_state, c.value AS h_value, c.id AS h_call_id
+  FROM unnest(CAST(:id AS uuid[]), CAST(:seen AS integer[])) AS u(task_id, seen)
+  JOIN coatcheck.call c ON c.task_id = u.task_id AND c.seq > u.seen AND c.kind <> 'send'
+ ORDER BY c.seq
+
+-- name: call_states
+SELECT id, state FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[]))
+
+-- name: entries_of_checkpoint
+SELECT key AS h_key, kind AS h_kind, name AS h_name, digest AS h_digest, seq AS h_seq,
+       CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS h_state, value AS h_value, NULL::uuid AS h_call_id
+  FROM coatcheck.journal
+ WHERE task_id = CAST(:id AS uuid) AND checkpoint = CAST(:checkpoint AS integer) ORDER BY seq
+
+-- name: calls_of_checkpoint
+SELECT id FROM coatcheck.call WHERE task_id = CAST(:id AS uuid) AND checkpoint = CAST(:checkpoint AS integer)
+
+-- name: closed_since
+SELECT {peer_columns} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
+ WHERE c.task_id = CAST(:id AS uuid) AND c.state = 'closed' AND c.kind = 'call' AND c.seq > CAST(:seen AS integer)
+ ORDER BY c.seq
+
+
+-- ===== cancels =====
+
+-- name: find_by_correlation
+-- An unfinished task before a finished one; but a finished one too, so that a cancel that comes back finds what it did.
+SELECT DISTINCT ON (service, correlation_id) id, service, correlation_id FROM coatcheck.task
+ WHERE correlation_id = ANY(CAST(:ids AS text[]))
+ ORDER BY service, correlation_id, state IN ('done', 'failed', 'cancelled'), created_at DESC, id DESC
+
+-- name: insert_tombstones
+INSERT INTO coatcheck.task (id, service, version, state, epoch, digest, request, value, is_final_sent, due_at,
+                            finished_at, created_at)
+SELECT id, service, '', 'cancelled', 0, '', '', value, true, clock_timestamp() + keep_s * interval '1 s',
+       clock_timestamp(), statement_timestamp()
+  FROM unnest(CAST(:id AS uuid[]), CAST(:service AS text[]), CAST(:value AS bytea[]), CAST(:keep_s AS float8[]))
+    AS u(id, service, value, keep_s)
+ WHERE NOT EXISTS (SELECT FROM coatcheck.task t WHERE t.id = u.id)
+ ORDER BY id
+ON CONFLICT (id) DO NOTHING
+RETURNING id
+
+-- name: cancel_tasks
+UPDATE coatcheck.task t
+   SET state = 'cancelled', epoch = t.epoch + 1, checkpoint = t.checkpoint + 1, seq = u.seq, value = u.value,
+       trigger = NULL, wait_calls = NULL, wait_groups = NULL, wait_needs = NULL,
+       due_at = clock_timestamp() + u.keep_s * interval '1 s',
+       look_at = clock_timestamp() + CAST(:resend_after_s AS float8) * interval '1 s',
+       finished_at = clock_timestamp(), updated_at = clock_timestamp()
+  FROM unnest(CAST(:id AS uuid[]), CAST(:value AS bytea[]), CAST(:keep_s AS float8[]), CAST(:seq AS integer[]))
+    AS u(id, value, keep_s, seq)
+ WHERE t.id = u.id
+
+-- name: close_leftovers
+UPDATE coatcheck.call c
+   SET state = 'closed', seq = leftover.seq, closed_at = clock_timestamp(), look_at = NULL
+  FROM (SELECT held.id, u.seq + row_number() OVER (PARTITION BY u.id ORDER BY held.id) AS seq
+          FROM (SELECT id, task_id FROM coatcheck.call
+                 WHERE task_id = ANY(CAST(:id AS uuid[])) AND state = 'open' AND kind <> 'send'
+                 ORDER BY id FOR UPDATE) AS held
+          JOIN unnest(CAST(:id AS uuid[]), CAST(:seq AS integer[])) AS u(id, seq) ON u.id = held.task_id
+       ) AS leftover, coatcheck.task t
+ WHERE c.id = leftover.id AND t.id = c.task_id
+RETURNING {peer_columns}
+
+-- name: closed_calls
+SELECT {peer_columns} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
+ WHERE c.task_id = ANY(CAST(:ids AS uuid[])) AND c.state = 'closed'
+
+
+-- ===== the sweeper =====
+-- `look_at` is pushed forward in the transaction that reads a row, so two sweepers never emit for one row at once, and a
+-- sweeper that dies after reading loses nothing: the row comes up again. Rows locked elsewhere are skipped, never
+-- waited for; so these statements, which take calls without their tasks, cannot close a circle of locks.
+-- What an index is to be cut off at is compared with `statement_timestamp()`: `clock_timestamp()` may change from row to
+-- row, so Postgres would read the index to its end, past everything that is not due for hours.
+
+-- name: calls_to_look_at
+WITH picked AS MATERIALIZED (
+    SELECT id FROM coatcheck.call
+     WHERE state = 'open' AND look_at <= statement_timestamp()
+     ORDER BY look_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
+SELECT {peer_columns}, c.is_sent, extract(epoch FROM c.due_at - clock_timestamp())::float8 AS waits_s,
+       extract(epoch FROM clock_timestamp() - c.opened_at)::float8 AS since_s
+  FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
+ WHERE c.id = ANY(ARRAY(SELECT id FROM picked))
+
+-- name: tasks_to_look_at
+WITH picked AS MATERIALIZED (
+    SELECT id FROM coatcheck.task
+     WHERE look_at <= statement_timestamp()
+     ORDER BY look_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
+SELECT {task_columns}, extract(epoch FROM t.due_at - clock_timestamp())::float8 AS waits_s,
+       extract(epoch FROM clock_timestamp() - t.finished_at)::float8 AS since_s
+  FROM coatcheck.task t
+ WHERE t.id = ANY(ARRAY(SELECT id FROM picked))
+
+-- name: look_at_calls_again
+UPDATE coatcheck.call c SET look_at = clock_timestamp() + u.pause_s * interval '1 s'
+  FROM unnest(CAST(:id AS uuid[]), CAST(:pause_s AS float8[])) AS u(id, pause_s)
+ WHERE c.id = u.id
+
+-- name: look_at_tasks_again
+UPDATE coatcheck.task t SET look_at = clock_timestamp() + u.pause_s * interval '1 s'
+  FROM unnest(CAST(:id AS uuid[]), CAST(:pause_s AS float8[])) AS u(id, pause_s)
+ WHERE t.id = u.id
+
+-- name: next_look
+-- Not min(): where it expects few rows the planner adds up the whole index instead of reading its first entry.
+SELECT extract(epoch FROM least(
+    (SELECT look_at FROM coatcheck.call WHERE state = 'open' AND look_at IS NOT NULL ORDER BY look_at LIMIT 1),
+    (SELECT look_at FROM coatcheck.task WHERE look_at IS NOT NULL ORDER BY look_at LIMIT 1)
+    ) - clock_timestamp())::float8 AS in_s
+
+-- part: tasks_to_retire
+-- One for each state: they are kept for different times, and each is read off the end of the index.
+SELECT id FROM coatcheck.task
+ WHERE state = '{state}' AND finished_at <= statement_timestamp() - CAST(:keep_s AS float8) * interval '1 s'
+   AND look_at IS NULL
+   AND NOT EXISTS (SELECT FROM coatcheck.call c WHERE c.task_id = task.id AND c.state = 'open')
+ ORDER BY finished_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED
+
+-- name: delete_calls
+DELETE FROM coatcheck.call WHERE task_id = ANY(CAST(:ids AS uuid[]))
+
+-- name: delete_journal
+DELETE FROM coatcheck.journal WHERE task_id = ANY(CAST(:ids AS uuid[]))
+
+-- name: delete_tasks
+DELETE FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))
+
+-- name: parked_after
+SELECT id FROM coatcheck.task
+ WHERE id > CAST(:after AS uuid) AND state = 'parked'
+   AND updated_at < clock_timestamp() - CAST(:quiet_s AS float8) * interval '1 s'
+ ORDER BY id LIMIT CAST(:limit AS integer)
+
+-- name: without_waker
+-- OFFSET 0 keeps the planner from joining a page of tasks with the whole table of calls.
+SELECT t.id FROM coatcheck.task t
+ WHERE t.id = ANY(CAST(:ids AS uuid[])) AND t.state = 'parked'
+   AND NOT EXISTS (SELECT FROM coatcheck.call c WHERE c.task_id = t.id AND c.id = ANY(t.wait_calls)
+                                                  AND c.state = 'open' AND c.due_at IS NOT NULL OFFSET 0)
+
+-- name: all_without_waker
+SELECT t.id FROM coatcheck.task t
+ WHERE (t.state = 'parked' AND NOT EXISTS (
+            SELECT FROM coatcheck.call c WHERE c.task_id = t.id AND c.id = ANY(t.wait_calls) AND c.state = 'open'
+                                           AND c.due_at IS NOT NULL AND c.look_at IS NOT NULL))
+    OR (t.state IN ('running', 'retrying', 'held') AND (t.due_at IS NULL OR t.look_at IS NULL))
+ LIMIT CAST(:limit AS integer)
+
+-- name: met
+SELECT DISTINCT counted.id FROM (
+    SELECT t.id, t.wait_needs[w.number] AS need,
+           count(*) FILTER (WHERE c.state = 'ok') AS ok, count(*) FILTER (WHERE c.state = 'open') AS still_open
+      FROM coatcheck.task t, unnest(t.wait_calls, t.wait_groups) AS w(call_id, number), coatcheck.call c
+     WHERE t.id = ANY(CAST(:ids AS uuid[])) AND c.id = w.call_id
+     GROUP BY t.id, w.number, t.wait_needs[w.number]) AS counted
+ WHERE {is_met}
+
+-- name: rewake
+UPDATE coatcheck.task
+   SET state = 'running', due_at = clock_timestamp(), look_at = clock_timestamp(), trigger = NULL,
+       wait_calls = NULL, wait_groups = NULL, wait_needs = NULL, updated_at = clock_timestamp()
+ WHERE id IN (SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'parked'
+               ORDER BY id FOR UPDATE SKIP LOCKED)
+RETURNING id
+
+-- name: hasten_held
+-- By the index of what is looked at, whose few entries hold all that is held.
+UPDATE coatcheck.task SET due_at = clock_timestamp(), look_at = clock_timestamp()
+ WHERE id IN (SELECT id FROM coatcheck.task
+               WHERE look_at IS NOT NULL AND state = 'held' AND service = CAST(:service AS text)
+               ORDER BY look_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
+RETURNING id
+
+-- name: mark_sent
+UPDATE coatcheck.call SET is_sent = true, look_at = due_at,
+       state = CASE WHEN kind = 'send' THEN 'ok' ELSE state END,
+       closed_at = CASE WHEN kind = 'send' THEN clock_timestamp() END
+ WHERE id IN (SELECT id FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'open' AND NOT is_sent
+               ORDER BY id FOR UPDATE SKIP LOCKED)
+
+-- name: mark_final_sent
+-- Not where the row has learnt an address meanwhile (`resend_to`): that one is still to be told.
+UPDATE coatcheck.task t SET is_final_sent = true, look_at = NULL
+  FROM (SELECT t.id FROM coatcheck.task t
+          JOIN unnest(CAST(:ids AS uuid[]), CAST(:told AS text[])) AS u(id, told) ON u.id = t.id
+         WHERE t.state IN ('done', 'failed', 'cancelled')
+           AND NOT EXISTS (SELECT FROM jsonb_array_elements(t.addresses) AS each
+                            WHERE each NOT IN (SELECT jsonb_array_elements(u.told::jsonb)))
+         ORDER BY t.id FOR UPDATE OF t SKIP LOCKED) AS told
+ WHERE t.id = told.id
+
+-- name: resend_calls
+UPDATE coatcheck.call
+   SET look_at = least(look_at, clock_timestamp() + CAST(:after_s AS float8) * interval '1 s')
+ WHERE id IN (SELECT id FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'open' AND NOT is_sent
+               ORDER BY id FOR UPDATE SKIP LOCKED)
+
+-- name: resend_to
+-- The lock is waited for, not skipped: the message that would bring the reply back is about to be acked.
+UPDATE coatcheck.task t
+   SET is_final_sent = false,
+       look_at = least(look_at, clock_timestamp() + CAST(:after_s AS float8) * interval '1 s'),
+       addresses = CASE WHEN known.is_known THEN t.addresses
+                        ELSE t.addresses || jsonb_build_array(CAST(:address AS jsonb)) END
+  FROM (SELECT id, EXISTS (SELECT FROM jsonb_array_elements(addresses) AS each
+                            WHERE each = CAST(:address AS jsonb)) AS is_known
+          FROM coatcheck.task WHERE id = CAST(:id AS uuid) FOR UPDATE) AS known
+ WHERE t.id = known.id AND t.state IN ('done', 'failed', 'cancelled') AND t.due_at > clock_timestamp()
+   AND (known.is_known OR jsonb_array_length(t.addresses) < CAST(:most AS integer))
+RETURNING t.id
+
+-- name: renew
+UPDATE coatcheck.task t
+   SET due_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
+       look_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
+       pickups = CASE WHEN CAST(:uncounted AS integer) = 0 THEN t.pickups
+                      WHEN CAST(:uncounted AS integer) < 0
+                      THEN t.pickups % CAST(:alone AS integer) - CAST(:uncounted AS integer)
+                      ELSE greatest(0, t.pickups % CAST(:alone AS integer)
+                                       - CAST(:uncounted AS integer) % CAST(:alone AS integer)) END,
+       trigger = CASE WHEN CAST(:detaches AS boolean) THEN NULL ELSE t.trigger END
+  FROM (SELECT t.id FROM coatcheck.task t
+          JOIN unnest(CAST(:ids AS uuid[]), CAST(:epochs AS integer[])) AS u(id, epoch)
+            ON u.id = t.id AND u.epoch = t.epoch
+         WHERE t.state = 'running' ORDER BY t.id FOR UPDATE OF t SKIP LOCKED) AS mine
+ WHERE t.id = mine.id
+RETURNING t.id
+
+-- name: still_running
+SELECT t.id FROM coatcheck.task t
+  JOIN unnest(CAST(:ids AS uuid[]), CAST(:epochs AS integer[])) AS u(id, epoch) ON u.id = t.id AND u.epoch = t.epoch
+ WHERE t.state = 'running'
