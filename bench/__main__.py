@@ -1,7 +1,7 @@
 """`make bench`: what a lifecycle costs here, beside the same lifecycle written by hand, in one run on one machine.
 
-Machines are noisy, so the ratios within a run are the figures to keep. Needs RabbitMQ and Postgres on localhost, or
-COATCHECK_BROKER and COATCHECK_STORE; makes a database and queues of its own and removes them.
+Machines are noisy, so the ratios within a run are the figures to keep. It needs RabbitMQ and Postgres on localhost, or
+COATCHECK_BROKER and COATCHECK_STORE. It makes its own database and queues and removes them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Unreachable(Exception):
 
 
 async def bench(rows: Sequence[Row], plan: Plan, *, replicas: int) -> tuple[Found, dict[str, object]]:
-    """Measure, and leave nothing behind, however it ends. Raises Unreachable and NoAnswer."""
+    """Measure, and remove everything at the end, also after an error. Raises Unreachable and NoAnswer."""
     _stop_on_sigterm()
     broker, admin = servers()
     await _check_servers(broker, admin)

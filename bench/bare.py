@@ -1,9 +1,9 @@
-"""The yardsticks that stand on the same client as a worker: what is left when everything but the work is taken away.
+"""Hand-written loops on the worker's own broker client: the work of a lifecycle without the framework.
 
-`python -m bench.bare batched SERVICE PEER` is the fan-4 lifecycle by hand with group commit: what arrives while the
-previous commit is in flight becomes one transaction, then its messages one batch, then the acks. It keeps the order
-that makes a lifecycle durable (rows, then calls, then ack) and survives kill -9 at any point. It has no timeouts, no
-cancels, no journal, no lease, no dedup, and hears nothing that is not exactly what it expects.
+`python -m bench.bare batched SERVICE PEER` is the fan-4 lifecycle by hand with group commit. Messages that arrive while
+the previous commit is in flight become one transaction, then one batch of publishes, then acks. It keeps the order that
+makes a lifecycle durable (rows, then calls, then ack) and survives kill -9 at any point. It has no timeouts, no
+cancels, no journal, no lease and no dedup, and understands only the messages that it expects.
 
 `python -m bench.bare reply SERVICE` consumes and replies, without a database.
 """
@@ -54,7 +54,7 @@ FINISHED = "SELECT open, reply_to, correlation_id FROM bare_task WHERE id = ANY(
 
 
 class Batched:
-    """Fan-4 by hand: two groups of commits, one for requests and one for replies, each on a connection of its own."""
+    """Fan-4 by hand: two groups of commits, one for requests and one for replies, each on its own connection."""
 
     def __init__(self, broker: Broker, service: str, peer: str) -> None:
         self.broker, self.service, self.peer = broker, service, peer
@@ -71,7 +71,7 @@ class Batched:
         await asyncio.gather(requests.run(), replies.run())
 
     async def park(self, deliveries: list[Delivery]) -> None:
-        """Rows, then calls, then acks. If we die before the ack, the request comes again and is another task."""
+        """Rows, then calls, then acks. If we die before the ack, the request comes again and becomes another task."""
         tasks, messages = [uuid.uuid4() for _ in deliveries], [delivery.message for delivery in deliveries]
         addresses = [message.reply_to for message in messages], [message.correlation_id for message in messages]
         await self.parking.execute(PARK, tasks, *addresses)
@@ -83,10 +83,10 @@ class Batched:
         self.send(calls, deliveries)
 
     async def claim(self, deliveries: list[Delivery]) -> None:
-        """Count the replies, answer where none is missing any more.
+        """Count the replies, and answer the tasks that have all of theirs.
 
         A redelivered reply may be the last one, counted by a process that died before its answer was confirmed. So its
-        task is looked at even though there is nothing left to count; an answer too many does no harm.
+        task is checked even though there is nothing left to count. A second answer does no harm.
         """
         ids = [(delivery.message.correlation_id or "").split("/") for delivery in deliveries]
         tasks, numbers = [uuid.UUID(task) for task, _ in ids], [int(number) for _, number in ids]

@@ -1,4 +1,4 @@
-"""The asking client: the same for every row, on Coatcheck's own broker client, so that it is never what limits them."""
+"""The asking client, the same for every row. It uses Coatcheck's own broker client, so that it does not limit a row."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Client:
                     future.set_exception(error)
 
     def ask(self, queue: str, handler: str | None, body: bytes = BODY) -> tuple[str, asyncio.Future[bytes]]:
-        """Send a request soon, and give its correlation id and the future of its answer."""
+        """Send a request with the next batch; return its correlation id and the future of its answer."""
         correlation_id = f"{self._prefix}-{next(self._numbers)}"
         answer = self._waiting[correlation_id] = asyncio.get_running_loop().create_future()
         message = Message(
@@ -105,7 +105,7 @@ class Client:
         return count / (time.perf_counter() - begun_s)
 
     async def latencies_ms(self, queue: str, handler: str | None, *, count: int) -> list[float]:
-        """How long each takes, one at a time."""
+        """Measure how long each lifecycle takes, one at a time."""
         taken_ms = []
         for _ in range(count):
             begun_s = time.perf_counter()
@@ -115,7 +115,7 @@ class Client:
 
 
 async def wait_for(answers: Sequence[asyncio.Future[bytes]], what: str) -> None:
-    """Wait until all are there. Raises NoAnswer after `PATIENCE_S`, or what went wrong with one."""
+    """Wait until all are done. Raises NoAnswer after `PATIENCE_S`, or the error of the one that failed."""
     _, missing = await asyncio.wait(answers, timeout=PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
     for answer in answers:
         if answer.done():

@@ -1,4 +1,4 @@
-"""The processes of a run, started as its rows need them, and what can be read of them."""
+"""The processes of a run, started as its rows need them, and their counters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LOOPS = {
     "bare": ("-m", "bench.bare", "reply"),
 }
 WORKERS = {"flows": 1, "pair": 2}
-"""So many processes of the worker stand behind a role, for each replica that is asked for."""
+"""How many processes of the worker a role has, for each replica that is asked for."""
 _PORT = re.compile(r'"port": ?(\d+)')
 
 
 class Crew:
-    """A peer, a client, and for each role in the rows its processes: so many replicas of each."""
+    """A peer, a client, and the processes of each role in the rows, as many replicas of each as asked for."""
 
     def __init__(self, bench: Bench, client: Client, sql: asyncpg.Connection) -> None:
         self.bench, self.client, self.sql = bench, client, sql
@@ -54,7 +54,7 @@ class Crew:
         self._probes = {role: await self._make_probe(role) for role in roles}
 
     async def _start_ours(self, group: str, *command: str, awaits: str) -> None:
-        """Start a process of Coatcheck's own and note the port of its metrics, which it tells in its log."""
+        """Start a process of Coatcheck and note the port of its metrics, which it logs."""
         await self._start(group, *COATCHECK, *command, awaits=awaits)
         said = self.bench.said(self.bench.processes[-1])
         (line,) = [line for line in said.splitlines() if "health_server_started" in line]
@@ -65,7 +65,7 @@ class Crew:
     async def _start(self, group: str, *command: str, awaits: str) -> None:
         settings = {"COATCHECK_SWEEPER_QUEUE": self.bench.hints_queue, "COATCHECK_HEALTH_PORT": "0"}
         if group in WORKERS:
-            # As many at once as the loops take: what is compared is the work, not who is let in.
+            # As many at once as the loops take: the work is compared, not the limit on it.
             settings |= {"BENCH_SERVICE": self.bench.queue(group), "COATCHECK_CONCURRENCY": str(PREFETCH)}
         process = await self.bench.start(*command, awaits=awaits, **settings)
         self._pids.setdefault(group, []).append(process.pid)
@@ -86,8 +86,8 @@ class Crew:
     async def _message_count(self, role: str) -> int:
         """Messages that were published so far by the client, the peer and the role's own processes.
 
-        A worker and a sweeper count their own. What a loop publishes is what the peer and the client get, for it knows
-        nobody else. Asking the peer costs messages too, which are left out.
+        A worker and a sweeper count their own. A loop sends only to the peer and the client, so its messages are those
+        that they got. Asking the peer costs messages too, which are left out.
         """
         answered = int(await self.client.call(self.bench.queue("echo"), COUNT)) - self._count_asked
         self._count_asked += 1

@@ -1,8 +1,8 @@
 """A peer that sends back what it got: `python -m bench.echo QUEUE`.
 
-The same for every row, on Coatcheck's own broker client, so that it is never what limits them: the deliveries of one
-turn of the loop are answered in one batch and acked after it was confirmed. Asked with type `count`, it tells how many
-messages it has published.
+It is the same for every row and uses Coatcheck's own broker client, so that it does not limit a row. It answers the
+deliveries of one turn of the loop in one batch and acks them after the batch was confirmed. Asked with type `count`, it
+answers how many messages it has published.
 """
 
 import asyncio

@@ -42,12 +42,12 @@ async def _measure(text: str, number: int) -> int:
 
 @app.task
 async def nap(ctx: Context, due_s: float) -> float:
-    """Sleep until an instant of the requester's choice. A replay does not look at how long is left."""
+    """Sleep until an instant that the requester chose. A replay does not check how much time is left."""
     await ctx.sleep(max(0.0, due_s - time.time()))
     return due_s
 
 
 @app.task
 async def unanswered(ctx: Context, text: str) -> int:
-    """Waits for a peer that never answers, until somebody cancels it."""
+    """Waits for a peer that never answers, until the task is cancelled."""
     return len(await ctx.call(SILENT_PEER, {"text": text}))

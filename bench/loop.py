@@ -19,7 +19,7 @@ def run(work: Coroutine[Any, Any, R]) -> R:
 
 
 def serve(work: Coroutine[Any, Any, None]) -> None:
-    """Run a process that others wait for. Whatever fails in it ends it, so that whoever measures hears of it."""
+    """Run a process that the measuring process waits for. Any error ends it, so that the measuring process notices."""
     with _runner() as runner:
         runner.get_loop().set_exception_handler(_give_up)
         runner.run(work)
@@ -40,7 +40,7 @@ def _give_up(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 class Turns(Generic[T]):
-    """Collects what is added during one turn of the loop and works on it as one batch; several may be under way.
+    """Collects the items that are added during one turn of the loop, for one batch; several may be under way.
 
     A batch that fails goes to the loop's exception handler.
     """
@@ -68,7 +68,7 @@ class Turns(Generic[T]):
 
 
 class GroupCommit(Generic[T]):
-    """Collects what is added while the previous batch is in flight: no timer, and one batch at a time."""
+    """Collects the items that are added while the previous batch is in flight: no timer, and one batch at a time."""
 
     def __init__(self, work: Callable[[list[T]], Awaitable[None]]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""Measuring a row: first one lifecycle at a time, then as many as it carries; and rounds over all rows."""
+"""Measuring a row: first one lifecycle at a time, then saturated; and rounds over all rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Measured:
     per_second: float
     cost: Cost
     latencies_ms: list[float]
-    """One at a time; of timers, how late each task ended; of cancels, nothing."""
+    """Times of one lifecycle at a time; for timers, how late each task ended; for cancels, nothing."""
     idle_cost: Cost | None = None
 
 
@@ -40,7 +40,7 @@ Found = dict[str, list[Measured]]
 
 
 async def measure_all(crew: Crew, rows: Sequence[Row], plan: Plan, *, say: Callable[[str], None]) -> Found:
-    """Go round the rows, so that whatever else the machine does hits all of them alike."""
+    """Go round the rows, so that other load on the machine affects all of them alike."""
     found: Found = {row.name: [] for row in rows}
     for row in rows:
         if row.kind is Kind.LIFECYCLES:

@@ -1,6 +1,6 @@
-"""The yardstick: the fan-4 lifecycle as one would write it by hand, a transaction and an ack per message.
+"""The yardstick: the fan-4 lifecycle as a programmer would write it by hand, a transaction and an ack per message.
 
-Durable in the same sense (rows before calls, acks after commits), but with no recovery, no timeouts and no batches.
+It is durable in the same sense (rows before calls, acks after commits), but has no recovery, no timeouts, no batches.
 `python -m bench.naive SERVICE PEER`
 """
 

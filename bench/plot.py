@@ -1,4 +1,4 @@
-"""SVG without a library: the document and the pieces that the plots of this folder are made of."""
+"""SVG without a library: the document and the parts of the plots in this folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def label(x: float, y: float, words: str, *, anchor: str = "start", colour: str 
 
 
 def bars(figures: Sequence[tuple[str, Spread]], *, top: float, title: str) -> list[str]:
-    """A bar for each figure as long as its median, with a line from its lowest to its highest."""
+    """A bar for each figure, as long as its median, with a line from its lowest to its highest."""
     highest = max((figure.high for _, figure in figures), default=0.0) or 1.0
     drawn = [label(0, top, title)]
     for index, (name, figure) in enumerate(figures):

@@ -1,6 +1,6 @@
 """What a lifecycle costs: CPU of every process group, write transactions, WAL and messages, read before and after.
 
-The servers are read as a whole. If others use them at the same time, their work is counted too; `foreign_rows` tells.
+The servers are read as a whole. Work of other programs that use them is counted too; `foreign_rows` shows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PROC = Path("/proc")
 PUBLISHED = "coatcheck_messages_published_total"
 
-# A transaction gets an id when it writes for the first time, so the ids tell how many wrote, whatever they read.
+# A transaction gets an id when it first writes, so the ids count the transactions that wrote. Reads do not count.
 SERVER = """
     SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS transactions,
            pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint AS wal_bytes,
@@ -30,7 +30,7 @@ SERVER = """
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Everything that only grows, at one moment."""
+    """Counters that only grow, at one moment."""
 
     cpu_s: Mapping[str, float]
     """By process group; a group that cannot be seen from here is missing."""
@@ -49,7 +49,7 @@ class Cost:
     wal_bytes: float
     messages: float
     foreign_rows: int
-    """Rows that others wrote meanwhile, all in all. Not 0: the two figures of Postgres are too high."""
+    """Rows that other programs wrote meanwhile. If it is not 0, the two figures of Postgres are too high."""
 
     @classmethod
     def between(cls, before: Reading, after: Reading, count: int) -> Cost:
@@ -73,7 +73,7 @@ class Probe:
         row = await self._sql.fetchrow(SERVER)
         children = children_by_parent()
         cpu_s = {name: sum(cpu_of_tree_s(pid, children) for pid in pids) for name, pids in self._groups.items()}
-        cpu_s["client"] = time.process_time()  # ourselves, without the processes that we have started
+        cpu_s["client"] = time.process_time()  # this process, without the processes it has started
         return Reading(cpu_s, row["transactions"], row["wal_bytes"], row["foreign_rows"], messages)
 
 
@@ -83,8 +83,8 @@ class Probe:
 def cpu_of_tree_s(pid: int, children: Mapping[int, list[int]]) -> float:
     """CPU of a process and everything below it, in seconds.
 
-    A process that has ended lives on in the "waited-for" figures of its parent, so nothing goes missing between two
-    readings. One that cannot be read counts as nothing.
+    A process that has ended is still in the "waited-for" figures of its parent, so nothing is missing between two
+    readings. A process that cannot be read counts as zero.
     """
     stat = read_stat(pid)
     own = sum(int(ticks) for ticks in stat[13:17]) / TICKS_PER_S if stat else 0.0
@@ -138,7 +138,7 @@ def _pids() -> list[int]:
 
 
 async def published_by(port: int) -> int:
-    """How many messages a worker or sweeper has published, as its /metrics tells."""
+    """How many messages a worker or sweeper has published, from its /metrics."""
     return read_counter(await asyncio.to_thread(_get, f"http://127.0.0.1:{port}/metrics"), PUBLISHED)
 
 

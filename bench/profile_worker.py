@@ -1,8 +1,8 @@
-"""What a lifecycle, fan-4 unless told otherwise, costs one worker without its AMQP client.
+"""What a lifecycle, by default fan-4, costs one worker without its AMQP client.
 
 `python -m bench.profile_worker [--handler no_wait] [--profile]`: a worker on the in-memory broker and the real
-Postgres, with an echo peer and an asker in the same process, which cost little. Needs Postgres as `make bench` does;
-makes a database of its own and removes it.
+Postgres, with an echo peer and an asker in the same process, which cost little. It needs Postgres as `make bench` does.
+It makes its own database and removes it.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from coatcheck.worker.settings import LogFormat, Settings
 from coatcheck.worker.worker import Worker
 
 BROKER = "memory://profile"
-NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115 - lines are rendered and written as ever, and read by nobody
+NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115 - lines are rendered and written as in a worker, and never read
 
 
 class Peers:
-    """The echo peer and the asker, on a connection of their own. What arrives in one turn leaves in one batch."""
+    """The echo peer and the asker, on their own connection. Messages that arrive in one turn leave in one batch."""
 
     def __init__(self, broker: Broker, handler: str) -> None:
         self._broker = broker
@@ -87,7 +87,7 @@ class Peers:
         await asyncio.gather(*(lane() for _ in range(width)))
 
     async def idle_ms(self, count: int) -> float:
-        """The median of one at a time."""
+        """The median over lifecycles that run one at a time."""
         taken = []
         for _ in range(count):
             begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a run found, for people and for programs: tables, Markdown, JSON, a plot."""
+"""The results of a run, for people and for programs: tables, Markdown, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE_WIDTH = 150
 
 @dataclass
 class Sheet:
-    """A table, whatever it will be written as."""
+    """A table, for any of the output formats."""
 
     title: str
     heads: Sequence[str]
@@ -138,7 +138,7 @@ def _cpu_by_group(rounds: Sequence[Measured]) -> dict[str, float]:
 
 
 def notes(found: Found, conditions: dict[str, object]) -> list[str]:
-    """What a reader has to know before believing the figures."""
+    """Remarks that a reader needs in order to judge the figures."""
     made = ["; ".join(f"{name} {value}" for name, value in conditions.items()) + "."]
     costs = [cost for rounds in found.values() for each in rounds for cost in (each.cost, each.idle_cost) if cost]
     rows = sum(cost.foreign_rows for cost in costs)
@@ -189,7 +189,7 @@ def write_page(made: Sequence[Sheet], said: Sequence[str], page: Path) -> None:
 
 
 def draw(found: Found) -> str:
-    """Throughput, and where the CPU of a lifecycle goes. Rows of which few are asked for are of another size."""
+    """Throughput, and where the CPU of a lifecycle goes. Rows of a weight under 1 are left out."""
     drawn = [(name, rounds) for name, rounds in _rounds(found, Kind.LIFECYCLES) if ROWS[name].weight >= 1]
     rates = [(name, Spread.of([each.per_second for each in rounds])) for name, rounds in drawn]
     cpu = [(name, _cpu_by_group(rounds)) for name, rounds in drawn]

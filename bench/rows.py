@@ -1,4 +1,4 @@
-"""The rows of a bench: what is asked for, and of whom."""
+"""The rows of a bench: which requests are sent, and to which process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class UnknownRow(Exception):
-    """A row was asked for that there is not; the text says which ones there are."""
+    """A row was asked for that does not exist; the text names the rows that do."""
 
 
 class Kind(StrEnum):
@@ -21,12 +21,12 @@ class Kind(StrEnum):
 class Row:
     name: str
     role: str
-    """Whose queue the requests go to: `flows` is a worker, `pair` two, the others are loops without the framework."""
+    """The role that gets the requests: `flows` is a worker, `pair` two, the others are loops without the framework."""
     about: str
     handler: str | None = None
     kind: Kind = Kind.LIFECYCLES
     weight: float = 1.0
-    """How many lifecycles are asked for, as a multiple of `--count`: a fast row needs more to be measured well."""
+    """How many lifecycles to run, as a multiple of `--count`: a fast row needs more to be measured well."""
     width: int = 200
     """How many are under way at a time."""
     yardsticks: tuple[str, ...] = ("fan-4",)

@@ -1,6 +1,6 @@
-"""What a run stands on: a database and queues of its own, and the processes under test.
+"""The base of a run: its own database and queues, and the processes under test.
 
-Needs RabbitMQ and Postgres on localhost, or COATCHECK_BROKER and COATCHECK_STORE; whatever is made is removed.
+It needs RabbitMQ and Postgres on localhost, or COATCHECK_BROKER and COATCHECK_STORE. It removes everything it makes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK_AGAIN_S = 0.02
 
 
 class Bench:
-    """The servers and the processes under test. What a process writes goes to a file: reading it would cost CPU."""
+    """The servers and the processes under test. A process writes its output to a file: reading it would cost CPU."""
 
     def __init__(self, broker: str, store: str) -> None:
         self.broker, self.store = broker, store
@@ -58,7 +58,7 @@ class Bench:
                 env={**os.environ, "PYTHONPATH": str(ROOT), **known, **queues, **environment},
                 stdout=file,
                 stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us: we stop them when we have seen to the rest
+                start_new_session=True,  # Ctrl-C is for us: we stop them after the rest
             )
         self.processes.append(process)
         try:
@@ -77,7 +77,7 @@ class Bench:
         return "\n".join(output.read_text(encoding="utf-8", errors="replace").splitlines()[-last:])
 
     def check(self) -> None:
-        """Raise SystemExit if a process has ended: what is measured after that means nothing."""
+        """Raise SystemExit if a process has ended: later measurements would mean nothing."""
         for process in self.processes:
             if process.returncode is not None:
                 raise SystemExit(f"a process under test ended with {process.returncode}:\n{self.said(process)}")
@@ -103,7 +103,7 @@ async def database(admin_url: str, *, prefix: str = "coatcheck_bench") -> AsyncI
 
 
 def servers() -> tuple[str, str]:
-    """The broker, and the database from which others are made: as the environment says, else on localhost."""
+    """The broker, and the database from which others are made: from the environment, else on localhost."""
     store = os.environ.get("COATCHECK_STORE") or f"postgresql://{getpass.getuser()}@localhost:5432/postgres"
     admin = make_url(store).set(database="postgres").render_as_string(hide_password=False)
     return os.environ.get("COATCHECK_BROKER") or "amqp://guest:guest@localhost:5672/", admin

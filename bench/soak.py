@@ -1,9 +1,9 @@
 """`make soak MINUTES=10`: a worker, a sweeper, a peer and a steady load, and what they hold as time goes by.
 
-Writes to .cache/soak/: samples.csv, plot.svg, and verdict.txt, which says of each measure how it went after the
-warm-up: where it was, where it ended, its slope, and whether it grows. Rows are kept for a minute only, so that the
-tables have time to come to rest. Needs RabbitMQ and Postgres on localhost, or COATCHECK_BROKER and COATCHECK_STORE;
-makes a database and queues of its own and removes them.
+It writes to .cache/soak/: samples.csv, plot.svg, and verdict.txt. The verdict says for each measure how it went after
+the warm-up: its start, its end, its slope, and whether it grows. Rows are kept for a minute only, so that the tables
+reach a steady size. It needs RabbitMQ and Postgres on localhost, or COATCHECK_BROKER and COATCHECK_STORE. It makes its
+own database and queues and removes them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from coatcheck.store import migrate
 HANDLERS = ("fan", "chain", "nap", "again", "late", "plain")
 PATIENCE_S = 60.0
 WARM_UP = 1 / 3
-"""The part of a run that its verdict leaves out: caches fill, retention begins, autovacuum comes round."""
+"""The part of a run that its verdict leaves out: caches fill, retention begins, autovacuum starts."""
 GROWTH = 1.05
-"""How much higher the last third may stand than what went before, beyond its floor, before we say that it grows."""
+"""How much higher the last third may be than the thirds before it, beyond its floor, before we say that it grows."""
 FLOORS = {"rss_mb": 3.0, "fds": 3.0, "connections": 2.0, "dead_tuples": 2000.0, "live_tuples": 2000.0, "tables_mb": 4.0}
 TABLES = """
     SELECT sum(n_live_tup)::bigint AS live_tuples, sum(n_dead_tup)::bigint AS dead_tuples,
@@ -52,7 +52,7 @@ Sample = dict[str, float]
 
 @dataclass
 class Load:
-    """So many requests a second, whatever becomes of them, and a look at every answer."""
+    """Sends so many requests a second at a fixed rate, and checks every answer."""
 
     service: str
     notes: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Load:
             future.set_result(message.body)
 
     async def run(self, *, rate: float, for_s: float) -> None:
-        """Ask at a steady rate, then wait for what is still out."""
+        """Ask at a steady rate, then wait for the answers that are missing."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         async with asyncio.TaskGroup() as group:
@@ -158,7 +158,7 @@ def open_file_count(pid: int) -> int:
 
 
 def kind_of(name: str) -> str:
-    """What a measure is of: `rss_mb worker` and `rss_mb peer` are of one kind."""
+    """The kind of a measure: `rss_mb worker` and `rss_mb peer` have the same kind."""
     return name.partition(" ")[0]
 
 
@@ -171,7 +171,7 @@ def slope_per_hour(samples: Sequence[Sample], name: str) -> float:
 
 
 def is_growing(samples: Sequence[Sample], name: str) -> bool:
-    """Whether the last third stands clearly higher than the thirds before it."""
+    """Whether the last third is clearly higher than the thirds before it."""
     floor = FLOORS.get(kind_of(name))
     if floor is None or len(samples) < 6:
         return False
@@ -182,7 +182,7 @@ def is_growing(samples: Sequence[Sample], name: str) -> bool:
 
 
 def judge(samples: Sequence[Sample], load: Load) -> tuple[str, bool]:
-    """The verdict in words, and whether it is a good one."""
+    """The verdict in words, and whether it is good."""
     settled = samples[int(len(samples) * WARM_UP) :]
     growing = [name for name in samples[0] if is_growing(settled, name)]
     lines = [
@@ -248,7 +248,7 @@ def _panel(samples: Sequence[Sample], panel: tuple[str, ...], *, top: int, end_s
 
 
 async def soak(bench: Bench, *, for_s: float, every_s: float, rate: float) -> tuple[list[Sample], Load]:
-    """Start everything, keep it busy for so long, and give what was seen. The caller stops the processes."""
+    """Start everything, keep it busy for so long, and return the samples. The caller stops the processes."""
     await migrate(bench.store)
     settings = {
         "COATCHECK_DEDUP_WINDOW": "60s",
@@ -269,7 +269,7 @@ async def soak(bench: Bench, *, for_s: float, every_s: float, rate: float) -> tu
     sampling = asyncio.create_task(sampler.run(every_s))
     try:
         await load.run(rate=rate, for_s=for_s)
-        if not sampler.samples:  # a run that was over before the first look
+        if not sampler.samples:  # the run was over before the first look
             sampler.samples.append(await sampler.sample())
     finally:
         sampling.cancel()

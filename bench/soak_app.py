@@ -1,4 +1,4 @@
-"""The service that is soaked: one handler for each way a task can take."""
+"""The service under soak: one handler for each way that a task can go."""
 
 import os
 

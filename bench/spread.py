@@ -1,4 +1,4 @@
-"""A figure and how far it strays: the median of some rounds, with the lowest and the highest."""
+"""A figure and its spread: the median of some rounds, with the lowest and the highest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Spread:
 
     @classmethod
     def ratio(cls, of: Sequence[float], to: Sequence[float]) -> Spread:
-        """Round by round: two rows of one round had the same neighbours, so their ratio strays less than they do."""
+        """Divide round by round: two rows of one round ran under the same load, so their ratio varies less."""
         return cls.of([one / other if other else math.inf for one, other in zip(of, to, strict=True)])
 
     def written(self, digits: int = 2) -> str:

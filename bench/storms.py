@@ -1,4 +1,4 @@
-"""Storms: many parked tasks that something happens to at once."""
+"""Storms: many parked tasks that time out or are cancelled at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bench.probes import Cost
 from coatcheck.broker import Names, Outgoing, make_cancel
 
 READ_S = 0.5
-"""What looking at everything takes, just before a storm."""
+"""How long it takes to read all counters, just before a storm."""
 LONGEST_LEAD_S = 300.0
 LOOK_AGAIN_S = 0.1
 BATCH_SIZE = 500
 
 OPEN_TIMERS = "SELECT count(*) FROM coatcheck.call WHERE kind = 'timer' AND state = 'open'"
-# Both instants are of Postgres's own clock: when the timer was due, and when the task's end was committed.
+# Both instants are by Postgres's clock: when the timer was due, and when the task's end was committed.
 LATE_MS = """
     SELECT extract(epoch FROM task.finished_at - call.due_at) * 1000
       FROM coatcheck.task JOIN coatcheck.call ON call.task_id = task.id
@@ -38,9 +38,9 @@ class Storm:
 
 
 async def timer_storm(crew: Crew, *, count: int, settle_s: float) -> Storm:
-    """Park so many tasks until one instant, and see how long after it they are all answered.
+    """Park so many tasks until one instant, and measure how long after it they are all answered.
 
-    All have to be parked before that instant; if they were not, it is tried again with more time.
+    All have to be parked before that instant. If they were not, it is tried again with more time.
     """
     lead_s = 1.0 + READ_S + count / 400
     while lead_s < LONGEST_LEAD_S:
@@ -84,7 +84,7 @@ async def cancel_storm(crew: Crew, *, count: int, settle_s: float) -> Storm:
 async def _until_parked(crew: Crew, correlation_ids: list[str]) -> None:
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while await crew.sql.fetchval(PARKED, correlation_ids) < len(correlation_ids):  # noqa: ASYNC110, rows tell nobody
+            while await crew.sql.fetchval(PARKED, correlation_ids) < len(correlation_ids):  # noqa: ASYNC110, rows send no event
                 await asyncio.sleep(LOOK_AGAIN_S)
     except TimeoutError:
         raise NoAnswer(f"not all of {len(correlation_ids)} tasks were parked within {PATIENCE_S:.0f} s") from None

@@ -1,4 +1,4 @@
-"""What has to be shown, and whether a run shows it: each requirement with its figure, its limit and its spread."""
+"""The requirements, and whether a run meets them: each with its figure, its limit and its spread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.measuring import Found, Measured
 from bench.spread import Spread, percentile
 
 NONE_AT_ALL = 0.01
-"""Write transactions per lifecycle that count as none: a sweeper that keeps house may write during the run."""
+"""Write transactions per lifecycle that count as none: a sweeper's housekeeping may write during the run."""
 
 
 class Word(StrEnum):
@@ -29,12 +29,12 @@ class Requirement:
     rows: tuple[str, ...]
     figure: Callable[[Found], Spread]
     is_of_server: bool = False
-    """Counted for the whole server, so that it is at most too high."""
+    """Counted for the whole server, so the figure may be too high, never too low."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one requirement, by the median over the rounds."""
+    """The verdict on one requirement, by the median over the rounds."""
 
     requirement: str
     figure: str

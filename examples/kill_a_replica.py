@@ -1,9 +1,9 @@
-"""Kill a replica: two of them, one task, and kill -9 for whichever holds it. The other one ends the task.
+"""Kill a replica: start two, run one task, and kill -9 the replica that holds it. The other replica ends the task.
 
     python -m examples.kill_a_replica
 
-Look at who does what in the story it prints. The draft was recorded, so it is written once. The review was cut off
-before it could be recorded, so it begins again on the other replica: that is all a crash costs.
+Look at which replica does what. The draft was recorded, so it is written once. The review was cut off before it could
+be recorded, so it begins again on the other replica: that is all a crash costs.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 from coatcheck.worker import App, Client, Context
 from examples.stage import CannotRun, Stage, play
 
-PREFIX = os.environ.get("EXAMPLES_PREFIX", "")  # for queues that share a broker with others of the same names
+PREFIX = os.environ.get("EXAMPLES_PREFIX", "")  # for a broker that has other queues of the same names
 MODULE = "examples.kill_a_replica"
 REVIEW_S = 3.0
 
@@ -35,7 +35,7 @@ def write(topic: str) -> int:
 
 
 def read_again(topic: str) -> int:
-    """Slow work on the replica that holds the task. A step runs in a thread, so others go on meanwhile."""
+    """Slow work on the replica that holds the task. The step runs in a thread, so other tasks continue."""
     time.sleep(REVIEW_S)
     return os.getpid()
 

@@ -1,11 +1,11 @@
-"""Partial results: peers that fail, take too long, died or were never there, and what a handler makes of it.
+"""Partial results: peers that fail, take too long, died or never existed, and how a handler copes with each.
 
     python -m examples.partial_results
 
-Look at the three ways to wait. `gather(return_exceptions=True)` returns what it got, with an error in the place of each
-offer that is missing. `retry=` asks a flaky shop again, and the waits in between are durable. `quorum(2, …)` is content
-with two, and `cancel_rest=True` tells the others that nobody waits any more. No timeout here holds a process: the task
-is a row, and the sweeper sends the timeout as a message.
+Look at the three ways to wait. `gather(return_exceptions=True)` returns the offers it got, with an error in the place
+of each missing one. `retry=` asks a flaky shop again, and the pauses in between are durable. `quorum(2, …)` returns
+with the first two, and `cancel_rest=True` tells the other shops to stop. No timeout here holds a process: the task is
+a row, and the sweeper sends the timeout as a message.
 """
 
 import os
@@ -15,7 +15,7 @@ from collections import Counter
 from coatcheck.worker import App, CallFailed, Client, Context, Retry
 from examples.stage import Stage, play
 
-PREFIX = os.environ.get("EXAMPLES_PREFIX", "")  # for queues that share a broker with others of the same names
+PREFIX = os.environ.get("EXAMPLES_PREFIX", "")  # for a broker that has other queues of the same names
 SHOPS, DEAD, NOWHERE = f"{PREFIX}shops", f"{PREFIX}dead-shop", f"{PREFIX}no-such-shop"
 PATIENCE_S = 3.0
 MODULE = "examples.partial_results"
@@ -27,7 +27,7 @@ dead_shop = App(DEAD)
 
 @app.task
 async def all_offers(ctx: Context, item: str) -> dict[str, str]:
-    """Ask everybody once, the flaky one up to three times. Who has not answered in time costs one line, no more."""
+    """Ask every shop once, the flaky one up to three times. A shop that does not answer in time costs one line."""
     calls = {
         "prompt": ctx.call(SHOPS, item, task="prompt", timeout=PATIENCE_S),
         "flaky": ctx.call(SHOPS, item, task="flaky", timeout=PATIENCE_S, retry=Retry(attempts=3, backoff=0.2)),
@@ -45,12 +45,12 @@ def describe(answer: object) -> str:
 
 @app.task
 async def two_offers(ctx: Context, item: str) -> list[int]:
-    """The first two that come: with an hour of patience, it is done in a moment."""
+    """Return the first two offers. The calls may take an hour, and the task still ends in a moment."""
     calls = [ctx.call(SHOPS, item, task=name, timeout=3600) for name in ("prompt", "slow", "cheap")]
     return sorted(await ctx.quorum(2, *calls, cancel_rest=True))
 
 
-# --- the shops, which know nothing of how they are waited for ---
+# --- the shops, which do not know how the handler waits for them ---
 
 asked: Counter[str] = Counter()
 
@@ -67,7 +67,7 @@ async def cheap(ctx: Context, item: str) -> int:
 
 @shops.task
 async def flaky(ctx: Context, item: str) -> int:
-    """Fails twice for each item, then answers. (It counts in RAM: a peer of yours would have better reasons.)"""
+    """Fails twice for each item, then answers. (It counts in RAM; your peer would fail for better reasons.)"""
     asked[item] += 1
     if asked[item] < 3:
         raise ConnectionError("the price list cannot be reached")
@@ -82,14 +82,14 @@ async def slow(ctx: Context, item: str) -> int:
 
 @dead_shop.task
 async def never(ctx: Context, item: str) -> int:
-    """Its replica is killed before anybody asks."""
+    """Its replica is killed before the first question."""
     return 0
 
 
 async def main() -> None:
     async with Stage() as stage:
         _, _, dead = await stage.workers(f"{MODULE}:app", f"{MODULE}:shops", f"{MODULE}:dead_shop")
-        await dead.kill()  # its queue stays, and takes questions that nobody answers
+        await dead.kill()  # its queue stays, and takes questions that get no answer
         async with Client() as client:
             print(f"every offer for a lamp that comes within {PATIENCE_S:g} seconds:")
             for shop, offer in (await client.call(app.service, "lamp", task="all_offers", timeout=60)).items():

@@ -1,7 +1,7 @@
-"""A research service: plan, ask a search peer several questions at once, write down what came back.
+"""A research service: plan, ask a search peer several questions at once, write a report from the answers.
 
 While the searches run, the task is a row in Postgres. Any replica picks it up when the last answer is there, or when
-the time for it is over; what is missing by then is named in the report. The peer speaks AMQP, so this needs RabbitMQ.
+the time is over; the report names the questions without an answer. The peer speaks AMQP, so this needs RabbitMQ.
 
     export COATCHECK_BROKER=amqp://guest:guest@localhost/
     coatcheck worker examples.research:app
@@ -32,7 +32,7 @@ class Report:
 
 @app.task
 async def research(ctx: Context, topic: str) -> Report:
-    """Find out about a topic. A question that fails or times out costs its own part of the report, no more."""
+    """Find out about a topic. A question that fails or times out costs only its own part of the report."""
     questions = await ctx.step(make_plan, topic)
     ctx.progress(0, len(questions), "searching")
 

@@ -1,8 +1,8 @@
-"""A peer in plain aio-pika. It uses nothing of Coatcheck: this is all a service of yours has to do to be called.
+"""A peer in plain aio-pika. It uses nothing of Coatcheck: a service of yours has to do no more than this to be called.
 
-It takes a question from its queue, takes its time, and sends the answer to the question's `reply_to` with its
-`correlation_id`. The question is acknowledged after the broker has the answer, so a crash in between asks again; two
-answers to one call do no harm, the second is counted as late.
+It takes a question from its queue, waits a while, and sends the answer to the question's `reply_to` with its
+`correlation_id`. It acknowledges the question after the broker has the answer. If it crashes in between, the question
+comes again. Two answers to one call do no harm: the second is counted as late.
 
     python -m examples.search_peer [queue] [--delay SECONDS] [--silent]
 """
@@ -69,7 +69,7 @@ async def serve(queue_name: str, *, delay_s: float, is_silent: bool = False) -> 
 
 
 async def make_queue(connection: AbstractConnection, queue_name: str) -> None:
-    """Make the queue unless it is there. One that another program made, with other arguments, is used as it is:
+    """Make the queue unless it exists. A queue that another program made, with other arguments, is used as it is:
     RabbitMQ refuses a declare that differs, and closes the channel.
     """
     try:
@@ -107,12 +107,12 @@ def reply_to(question: AbstractIncomingMessage) -> aio_pika.Message:
 
 
 async def keep_silent(question: AbstractIncomingMessage) -> None:
-    """Take the question and say nothing: somebody else has to notice."""
+    """Take the question and do not answer: the caller has to notice."""
     await question.ack()
 
 
 def find(question: object) -> list[str]:
-    """Find something for any question. Raises ValueError for what is not a text."""
+    """Find something for any question. Raises ValueError if the question is not a text."""
     if not isinstance(question, str):
         raise ValueError(f"a question is a text, not a {type(question).__name__}")
     return [f"{question}: finding {number}" for number in (1, 2, 3)]

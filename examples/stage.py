@@ -3,8 +3,8 @@
     async with Stage() as stage:
         await stage.workers("examples.hello:app", "examples.hello:greeter")
 
-Each process leads a group of its own, and a guard knows all groups. The guard reads from a pipe that only the command
-holds: when the command is gone, however it went (kill -9 too), the pipe ends and the guard ends the groups.
+Each process leads its own process group, and a guard knows all groups. The guard reads from a pipe that only the
+command holds. When the command ends, even by kill -9, the pipe ends and the guard ends the groups.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ READY_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0
 RABBITMQ = "amqp://guest:guest@localhost:5672/"
 
-# Settings for a short play on one machine; what you have set yourself stays.
+# Settings for a short run on one machine; your own settings take precedence.
 MANNERS = {"COATCHECK_GRACE": "5s", "COATCHECK_SWEEP_INTERVAL": "1s"}
 
 GUARD = """
@@ -51,9 +51,9 @@ class CannotRun(Exception):
 
 
 def play(story: Coroutine[Any, Any, None]) -> int:
-    """Run an example to its end and return its exit code. Of its own client it shows errors only."""
+    """Run an example to its end and return its exit code. Only errors of its own client are shown."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    logging.getLogger("aiormq").setLevel(logging.CRITICAL)  # what it would say about a silent broker, we say
+    logging.getLogger("aiormq").setLevel(logging.CRITICAL)  # what it would log about a silent broker, we print
     try:
         asyncio.run(story)
     except CannotRun as reason:
@@ -88,12 +88,12 @@ class Program:
             raise CannotRun(self._explain(f"did not say {text!r} within {READY_LIMIT_S:.0f} s")) from None
 
     async def kill(self) -> None:
-        """kill -9: no goodbye, no draining."""
+        """Kill it with -9: no draining."""
         self._signal(signal.SIGKILL)
         await self._process.wait()
 
     async def stop(self) -> None:
-        """Ask it to stop, wait a while, then insist."""
+        """Ask it to stop, wait a while, then kill it."""
         self._signal(signal.SIGTERM)
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_LIMIT_S):
@@ -102,7 +102,7 @@ class Program:
         await self._reading
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
             os.killpg(self.pid, number)
 
     async def _read(self) -> None:
@@ -136,12 +136,12 @@ class Stage:
         self._guard.communicate()
 
     async def workers(self, *apps: str) -> list[Program]:
-        """Start a replica of each app, and a sweeper for all; return the replicas when everybody is ready.
+        """Start a replica of each app, and a sweeper for all; return the replicas when all of them are ready.
 
         An app that is named twice gets two replicas.
         """
         store = self._environment.get("COATCHECK_STORE", "")
-        if store.startswith("postgres"):  # the embedded one looks after its tables itself
+        if store.startswith("postgres"):  # the embedded server makes its tables itself
             await migrate(store)
         programs = [await self.start("coatcheck", "worker", app, name=app) for app in apps]
         sweeper = await self.start("coatcheck", "sweeper", name="the sweeper")
@@ -170,16 +170,16 @@ class Stage:
         return program
 
     def _tell_guard(self, program: Program) -> None:
-        """The first time it learns of a group, the second time it forgets it."""
+        """Tell the guard of a group. The first time the guard learns of it, the second time it forgets it."""
         assert self._guard.stdin is not None
         self._guard.stdin.write(b"%d\n" % program.pid)
         self._guard.stdin.flush()
 
 
 async def need(*, rabbitmq: bool = False, programs: Mapping[str, str] | None = None) -> str:
-    """Check for what an example cannot do without; return RabbitMQ's address.
+    """Check that the servers and programs of an example are there; return RabbitMQ's address.
 
-    `programs` maps each program to the way to get it. Raises CannotRun with all that is missing.
+    `programs` maps each program to the way to get it. Raises CannotRun with everything that is missing.
     """
     url = os.environ.get("COATCHECK_BROKER") or RABBITMQ
     missing = [f"{name}: {how}" for name, how in (programs or {}).items() if shutil.which(name) is None]

@@ -1,11 +1,11 @@
 """`make bench-peers`: the fan-4 lifecycle in other frameworks and in Coatcheck, in one run on one machine.
 
-Each framework has an environment of its own under .cache/bench-peers, from bench/peers/requirements-NAME.txt. A round
-visits all of them: a fresh database, fresh processes, a warm-up, lifecycles one at a time, then a load that is measured
-while it is under way. Ratios are taken within a round, so a machine that slows down slows all of them.
-Needs RabbitMQ, Postgres and Redis on localhost, or COATCHECK_BROKER, COATCHECK_STORE and PEERS_REDIS; for Restate also
-npm, which brings its server. Writes .cache/bench/peers.json. Run it on a machine that does nothing else: the servers'
-CPU is counted whoever asked for it.
+Each framework has its own environment under .cache/bench-peers, from bench/peers/requirements-NAME.txt. A round visits
+all of them: a fresh database, fresh processes, a warm-up, lifecycles one at a time, then a load that is measured while
+it is under way. Ratios are taken within a round, so a machine that slows down slows all of them.
+It needs RabbitMQ, Postgres and Redis on localhost, or COATCHECK_BROKER, COATCHECK_STORE and PEERS_REDIS; for Restate
+also npm, which brings its server. It writes .cache/bench/peers.json. Run it on a machine that does nothing else: the
+CPU of the servers is counted for every program that uses them.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def parsed() -> argparse.Namespace:
 async def main(options: argparse.Namespace) -> None:
     task = asyncio.current_task()
     assert task is not None
-    # Asked to end, we leave as after an interrupt: the database, the queues and the processes are removed first.
+    # A signal to end works like an interrupt: the database, the queues and the processes are removed first.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     chosen = [peer for peer in PEERS if not options.only or {peer.name, peer.slug} & set(options.only)]
     shutil.rmtree(LOGS, ignore_errors=True)
@@ -78,7 +78,7 @@ async def environments(chosen: list[Peer]) -> dict[str, Path | PeerFailed]:
 
 
 async def visit(peer: Peer, python: Path | PeerFailed, options: argparse.Namespace) -> Row:
-    """One framework in one round. What goes wrong becomes its row, and the others go on."""
+    """Measure one framework in one round. An error becomes its row, and the other frameworks go on."""
     if isinstance(python, PeerFailed):
         return {"failed": str(python)}
     data = SCRATCH / "data"
@@ -109,7 +109,7 @@ async def visit(peer: Peer, python: Path | PeerFailed, options: argparse.Namespa
 
 
 async def measure(stage: Stage, options: argparse.Namespace) -> Row:
-    """Warm, then one lifecycle at a time, then as many as the machine takes."""
+    """Warm up, then one lifecycle at a time, then saturated."""
     await stage.start()
     await stage.ask("idle 10 5", client_count=1)
     [idle] = await stage.ask(f"idle {options.count} {options.idle_seconds}", client_count=1)
@@ -134,7 +134,7 @@ async def measure(stage: Stage, options: argparse.Namespace) -> Row:
 
 
 async def until_steady(stage: Stage, *, width: int, at_least_s: float) -> None:
-    """Until as many have ended as are under way, where they do so in reasonable time."""
+    """Wait until as many have ended as are under way, for a limited time."""
     begun_s = time.monotonic()
     await asyncio.sleep(at_least_s)
     while await done_count(stage) < width and time.monotonic() < begun_s + WARM_UP_LIMIT_S:  # noqa: ASYNC110
@@ -160,7 +160,7 @@ def report(found: dict[str, Row], rounds: dict[Peer, list[Row]], options: argpar
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this moment."""
+    """Ports that are free at this moment."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]

@@ -1,4 +1,4 @@
-"""Who is measured, and the environment of each."""
+"""Which frameworks are measured, and the environment of each."""
 
 import asyncio
 import re
@@ -25,16 +25,16 @@ class Peer:
     name: str
     label: str
     servers: tuple[str, ...]
-    """Processes whose CPU counts as a server's, whoever started them, by the name the kernel has for them."""
+    """Names that the kernel has for processes whose CPU counts as a server's, also if they were running before."""
     roles: tuple[str, ...]
-    """What its script is started as before the clients, in this order; each says when the next may begin."""
+    """Roles of its script that start before the clients, in this order; each says when the next may begin."""
     variant: str = ""
     client_count: int = 1
     """Two where the framework is a library and its client does the work: one for each core."""
     width_limit: int = 1000
-    """More under way at once would only slow it down."""
+    """The most lifecycles under way at once; more would only slow it down."""
     leaves: bool = False
-    """Whether its script has a role `clean`, for what a dropped database does not take along."""
+    """Whether its script has a role `clean`, for what dropping the database does not remove."""
 
     @property
     def slug(self) -> str:
@@ -50,7 +50,7 @@ PEERS = (
     Peer("celery", "Celery chord, Redis", ("beam.smp", "redis-server"), ("worker",), "redis", leaves=True),
     Peer(
         *("celery", "Celery chord, Postgres", ("beam.smp", "postgres"), ("worker",), "postgres"),
-        width_limit=60,  # every chord that waits is looked at once a second
+        width_limit=60,  # every waiting chord is looked at once a second
         leaves=True,
     ),
     Peer("dbos", "DBOS, direct", ("postgres",), ("migrate",), "direct", client_count=2),
@@ -80,7 +80,7 @@ def requirements(peer: Peer) -> Path:
 async def ensure_environment(peer: Peer) -> Path:
     """The Python of a framework's environment, built when it is missing or its requirements have changed.
 
-    Raises `PeerFailed` where something cannot be installed; the log of it stays beside the environment.
+    Raises `PeerFailed` if something cannot be installed; the log of the installation stays beside the environment.
     """
     if peer.name == "coatcheck":
         return Path(sys.executable)
@@ -93,7 +93,7 @@ async def ensure_environment(peer: Peer) -> Path:
     await asyncio.to_thread(venv.create, home, with_pip=True)
     await install(home, str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements(peer)))
     if peer.name == "restate":
-        # Only the server is wanted: no script of a package runs on the way.
+        # Only the server is needed: no script of a package runs during the installation.
         quiet = ("--ignore-scripts", "--no-audit", "--no-fund")
         await install(home, "npm", "install", "--prefix", str(home), *quiet, RESTATE_SERVER)
     mark.write_text(wanted)

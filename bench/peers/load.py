@@ -1,4 +1,4 @@
-"""The load every framework gets, and how it is told: the same few lines in each client, standard library only.
+"""The load that every framework gets, and the orders for it: the same few lines in each client, stdlib only.
 
 A client reads orders from its standard input and answers each with one line of JSON:
 
@@ -6,10 +6,10 @@ A client reads orders from its standard input and answers each with one line of 
     load WIDTH SECONDS   keep so many lifecycles under way until killed        {"loading": WIDTH}
     count                how many have ended since the load began              {"done": N}
 
-A load begins its lifecycles one after the other over some seconds: begun at once they would queue at every step in
-the same order, and end at once too.
+A load begins its lifecycles one after the other over some seconds. Begun at once they would queue at every step in the
+same order, and end at once too.
 
-The one who gives the orders reads the clocks, so throughput and CPU are taken alike for all.
+The process that gives the orders reads the clocks, so throughput and CPU are measured alike for all.
 """
 
 import asyncio
@@ -36,25 +36,25 @@ def say(**answer: object) -> None:
 
 
 def ready() -> None:
-    """Every role says this once, when the next one may begin; from then on it lives as long as who started it."""
+    """Say that the next role may begin, once; from then on live as long as the process that started us."""
     threading.Thread(target=_end_with_input, daemon=True).start()
     say(ready=True)
 
 
 def _end_with_input() -> None:
-    """Whoever started us holds the other end of our input, and we lead a process group of our own."""
+    """Wait for the end of our input, which our parent process holds, then kill our own process group."""
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
 
 
 def check(result: object) -> None:
-    """A lifecycle ends with the number of echoes that came back whole."""
+    """Check that a lifecycle ended with the number of echoes that came back whole."""
     if result != FAN:
         raise SystemExit(f"a lifecycle ended with {result!r} and not with {FAN}")
 
 
 class Orders:
-    """A thread that reads orders: `count` it answers itself, so that a busy client answers too; others it passes on."""
+    """A thread that reads orders. It answers `count` itself, so that a busy client answers too; it passes others on."""
 
     def __init__(self) -> None:
         self.done_count = 0

@@ -1,7 +1,7 @@
 """The fan-4 lifecycle in Absurd: a task that spawns four echo tasks and awaits the event of each.
 
 What was chosen, and why:
-- Awaiting an event suspends the task: it leaves the worker and lies in the database, which is the durable wait. The
+- Awaiting an event suspends the task: it leaves the worker and is in the database, which is the durable wait. The
   other way, `await_task_result`, keeps a worker's slot and polls.
 - The echoes are spawned in a step, so a task that resumes does not spawn them again. They emit their events.
 - A worker of the asynchronous kind has one connection and waits for a whole batch before it claims the next. So: two

@@ -3,14 +3,14 @@
 PEERS_VARIANT names the result backend: `redis` or `postgres`.
 
 What was chosen, and why:
-- Work survives the death of a worker only with late acks and rejection of what a dead child held; both are off by
+- Work survives the death of a worker only with late acks and rejection of the messages of a dead child; both are off by
   default and on here. Messages are persistent (the default) and published with confirms.
 - Queues are classic and durable, Celery's default. With quorum queues it would set up delayed delivery, under names
   that all applications of a broker share.
 - Two children, one for each core (the default), and a prefetch of 64 for each: the optimizing guide asks for a large
   one where tasks are short. Gossip, mingle, heartbeats, events and remote control are off: they only cost here.
-- On Postgres, Celery has no counter for a chord: a task of its own looks every `result_chord_retry_interval`, one
-  second by default, and that is what an idle lifecycle waits for. It was left so: shorter means more looks at each.
+- On Postgres, Celery has no counter for a chord. A separate task looks every `result_chord_retry_interval`, one second
+  by default, and an idle lifecycle waits for that. The default stayed: a shorter interval means more looks at each.
 """
 
 import os
@@ -64,9 +64,9 @@ def work() -> None:
 
 
 def client() -> None:
-    # The Redis backend is told of a result, the database backend looks for it. It does so on a connection made anew
-    # each time, unless its process was forked, as in a server that forks its workers; so it is told that it was. That
-    # halves what a lifecycle costs.
+    # The Redis backend is told of a result, the database backend looks for it. It makes a new connection for each look,
+    # unless its process was forked, as in a server that forks its workers. So we tell it that it was forked. That
+    # halves the cost of a lifecycle.
     if VARIANT == "postgres":
         app.backend.session_manager.forked = True
     serve_blocking(

@@ -1,6 +1,6 @@
 """The fan-4 lifecycle in Coatcheck: a worker, an echo peer, and a client in plain aio-pika.
 
-The worker and the peer are those of `make bench`: the one place to change when they do is `commands`, below.
+The worker and the peer are those of `make bench`. When they change, change `commands` below.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ PREFIX = os.environ["PEERS_PREFIX"]
 
 
 def commands() -> dict[str, tuple[list[str], str | None]]:
-    """What each role runs, from the root of the project, and the queue that has a consumer once it is ready.
+    """The command of each role, run from the root of the project, and the queue that has a consumer once it is ready.
 
     One worker and one peer: as many processes as there are cores.
     """

@@ -1,7 +1,7 @@
 """The fan-4 lifecycle in DBOS: a workflow that starts four echo workflows and waits for them, all in Postgres.
 
-PEERS_VARIANT says how the echoes start: `direct`, in the process that asks, or `queues`, by whichever process takes
-them from a queue.
+PEERS_VARIANT says how the echoes start: `direct`, in the process that asks, or `queues`, in any process that takes them
+from a queue.
 
 What was chosen, and why:
 - Direct: DBOS is a library, so client and worker are one process. Two of them, one for each core, each with an

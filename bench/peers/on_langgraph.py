@@ -6,8 +6,8 @@ at an interrupt, the graph is left in the database, and a second call brings the
 What was chosen, and why:
 - `durability="sync"`: a step is in the database before the next one begins, the only mode that loses nothing.
 - LangGraph is a library, so client and worker are one process; two of them, one for each core.
-- A saver holds one lock around whatever it does, whether it has a connection or a pool; one saver for all lost more
-  than half the throughput in trials. So lifecycles share SAVERS of them with a connection each, made as the saver's
+- A saver holds one lock around all it does, with a connection and with a pool alike; one saver for all lost more than
+  half the throughput in trials. So lifecycles share SAVERS savers with a connection each, made as the saver's
   documentation asks (autocommit, rows as dicts).
 """
 

@@ -2,7 +2,7 @@
 
 What was chosen, and why:
 - One server with its defaults, among them an fsync of its log before it goes on. Telemetry is off, and ports are
-  handed in so that it can run beside another.
+  passed in so that it can run beside another server.
 - The services are served by Hypercorn with the settings for production of Restate's documentation, in one process:
   the server takes the other core, and a second process made it no faster in trials.
 - The client sends requests over HTTP with aiohttp and keeps its connections.

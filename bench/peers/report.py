@@ -1,4 +1,4 @@
-"""What a run found: a summary of each row, a table for the terminal, and the same for the documentation."""
+"""The results of a run: a summary of each row, a table for the terminal, and the same for the documentation."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from rich.table import Table
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 HEADINGS = ("", "lifecycles/s", "Coatcheck / this", "wanted", "idle p50 / p99, ms", "CPU each, ms")
 WANTED = {"Restate": 3, "Celery chord, Redis": 6, "DBOS, direct": 15}
-"""By how much Coatcheck is to be faster."""
+"""How many times faster Coatcheck should be."""
 
 DISTURBED_CORES = 0.25
-"""A machine that spends more than this on something else is no place to compare."""
+"""If other programs use more than this of the machine, the comparison is not valid."""
 
 Row = dict[str, Any]
 
@@ -87,7 +87,7 @@ def show(found: dict[str, Row]) -> None:
 
 
 def disturbance(found: dict[str, Row]) -> str:
-    """What to say of a machine that did something else as well; nothing where it did not."""
+    """A remark if the machine did other work as well; empty if it did not."""
     busiest = max((row["foreign_cores"] for row in found.values() if "failed" not in row), default=0.0)
     if busiest < DISTURBED_CORES:
         return ""

@@ -84,7 +84,7 @@ class Stage:
 
 
 async def answer_of(process: asyncio.subprocess.Process, *, within_s: float) -> dict[str, Any] | None:
-    """The next line of JSON, past whatever a framework prints; None when it ends or takes too long."""
+    """The next line of JSON, past other lines that a framework prints; None when it ends or takes too long."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(within_s):
@@ -116,7 +116,7 @@ def with_descendants(roots: set[int], running: dict[int, tuple[str, int]]) -> se
 
 
 def cpu_seconds(pids: set[int]) -> float:
-    """What these processes have used, with the children that they have already buried: a sum that never falls."""
+    """CPU that these processes have used, with children that have ended and were waited for: a sum that never falls."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""`make scale`: what a million parked tasks cost. `__main__` says how it is done."""
+"""`make scale`: what a million parked tasks cost. `__main__` explains it."""

@@ -1,9 +1,9 @@
-"""`make scale`: a million parked tasks, and what they do to everything else.
+"""`make scale`: a million parked tasks, and their effect on everything else.
 
-Fills a database of its own with parked tasks of four open calls each, then measures beside an almost empty one: bytes
+It fills its own database with parked tasks of four open calls each, then measures beside an almost empty one: bytes
 per task, memory of worker and sweeper, claims, the sweeper's looks, timeouts that come due together, a wide fan-out,
-a long journal, and whether retention keeps up. Needs RabbitMQ and Postgres on localhost, or COATCHECK_BROKER and
-COATCHECK_STORE, as a superuser; removes what it makes.
+a long journal, and whether retention keeps up. It needs RabbitMQ and Postgres on localhost, or COATCHECK_BROKER and
+COATCHECK_STORE, as a superuser. It removes what it makes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUTPUT = Path(".cache/bench/scale.json")
 
 
 async def measure(options: argparse.Namespace, big: Rig, small: Rig) -> AsyncIterator[list[Line]]:
-    """One part after the other; each leaves the tables as the next one may find them."""
+    """Run one part after the other; each leaves the tables in a state that the next one can use."""
     copies, few = await fill(big, options, options.tasks), await fill(small, options, options.claims)
     yield await size_lines(big, copies)
     yield await memory_lines(big, small)

@@ -1,6 +1,6 @@
-"""Many parked tasks in no time: one is parked for real, by a worker, and its rows are copied with ids of their own.
+"""Many parked tasks in a short time: a worker parks one task for real, and its rows are copied with new ids.
 
-So the copies have the shape the store itself writes, whatever that is, and no dead versions beside them.
+So the copies have the shape that the store itself writes, and no dead row versions beside them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from bench.scale.rig import Rig, make_request, until
 CHUNK = 50_000
 CALLS_EACH = 4
 _AGE_MS = 3_600_000
-"""Over how long a past the copies seem to have come in."""
+"""How far back in time the copies seem to have arrived."""
 
-# The ids are made from numbers, so that any of them can be named without reading it.
+# The ids are made from numbers, so that each can be named without reading it.
 TASK_ID = "md5('task ' || n.number)::uuid"
 RANDOM_CALL_ID = "md5('call ' || n.number || ' ' || {place})::uuid"
 TIMED_CALL_ID = """
@@ -52,7 +52,7 @@ CALL_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What the tables hold, and how its calls are called."""
+    """The copies: how many tasks, and how the ids of their calls are made."""
 
     task_count: int
     call_id: str
@@ -65,7 +65,7 @@ class Copies:
 
 
 async def park_one(rig: Rig, *, size: int) -> UUID:
-    """Let a worker that is running park one task, and wait until its calls are known to be sent."""
+    """Let a running worker park one task, and wait until its calls are known to be sent."""
     await rig.request("wait4", make_request(1, size), reply_to=f"{rig.service[:-1]}a.replies")
     await until(lambda: rig.sql.fetchval("SELECT count(*) = 4 FROM coatcheck.call WHERE is_sent"))
     found: UUID = await rig.sql.fetchval("SELECT id FROM coatcheck.task WHERE state = 'parked'")
@@ -73,7 +73,7 @@ async def park_one(rig: Rig, *, size: int) -> UUID:
 
 
 async def copy(sql: asyncpg.Connection, template: UUID, *, count: int) -> Copies:
-    """Make `count` copies of this task and its calls, beside it. Gives how to find them."""
+    """Make `count` copies of this task and its calls. Returns how to find them."""
     sample: UUID = await sql.fetchval("SELECT id FROM coatcheck.call WHERE task_id = $1 LIMIT 1", template)
     begun_ms = (sample.int >> 80) - _AGE_MS
     call_id = RANDOM_CALL_ID if sample.version == 4 else TIMED_CALL_ID
@@ -86,7 +86,7 @@ async def copy(sql: asyncpg.Connection, template: UUID, *, count: int) -> Copies
     for first in range(1, count + 1, CHUNK):
         last = min(first + CHUNK - 1, count)
         async with sql.transaction():
-            # Whether a call's task exists need not be asked four million times.
+            # The foreign key of a call need not be checked four million times.
             await sql.execute("SET LOCAL session_replication_role = replica")
             await sql.execute(f"{task} WHERE t.id = $1", template, first, last)
             await sql.execute(f"{call} WHERE c.task_id = $1 ORDER BY n.number", template, first, last)
@@ -127,7 +127,7 @@ async def _insert(sql: asyncpg.Connection, table: str, values: Mapping[str, str]
 
 
 async def sizes(sql: asyncpg.Connection) -> dict[str, int]:
-    """Bytes of each table and index, TOAST and maps counted to its table."""
+    """Bytes of each table and index; TOAST and maps count to their table."""
     found = await sql.fetch("""
         SELECT c.relname AS name, pg_table_size(c.oid) AS size FROM pg_class c
          WHERE c.relnamespace = 'coatcheck'::regnamespace AND c.relkind IN ('r', 'i') AND c.relname NOT LIKE 'schema%'
@@ -137,7 +137,7 @@ async def sizes(sql: asyncpg.Connection) -> dict[str, int]:
 
 
 async def row_sizes(sql: asyncpg.Connection, task_id: UUID) -> tuple[int, ...]:
-    """How long the rows of a task are, header and all: the task's, then its calls'."""
+    """How long the rows of a task are, with their headers: the task's, then its calls'."""
     found = await sql.fetch(
         "SELECT pg_column_size(t.*) AS size FROM coatcheck.task t WHERE id = $1"
         " UNION ALL (SELECT pg_column_size(c.*) FROM coatcheck.call c WHERE task_id = $1 ORDER BY 1)",
@@ -147,6 +147,6 @@ async def row_sizes(sql: asyncpg.Connection, task_id: UUID) -> tuple[int, ...]:
 
 
 def spread(count: int, among: int) -> list[int]:
-    """So many different numbers from 1 to `among`, all over the range, and in no order an index would like."""
+    """So many different numbers from 1 to `among`, spread over the range, in an order that is bad for an index."""
     step = next(step for step in itertools.count(int(among * 0.618) | 1) if math.gcd(step, among) == 1)
     return [1 + index * step % among for index in range(min(count, among))]

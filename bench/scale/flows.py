@@ -1,4 +1,4 @@
-"""What needs real processes: their memory, timeouts that come due together, one task with very many calls."""
+"""Measurements that need real processes: their memory, timeouts that come due together, one task with many calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LATE = f"SELECT extract(epoch FROM c.closed_at - c.due_at)::float8 * 1000 AS la
 
 
 async def memory_lines(big: Rig, small: Rig) -> list[Line]:
-    """Worker and sweeper after a while of doing nothing, with many parked and with few."""
+    """Memory of worker and sweeper after an idle while, with many parked tasks and with few."""
     rss: dict[str, dict[str, float]] = {}
     for name, rig in (("many", big), ("few", small)):
         processes = {"worker": await rig.start_worker(), "sweeper": await rig.start_sweeper()}
@@ -37,7 +37,7 @@ async def memory_lines(big: Rig, small: Rig) -> list[Line]:
 
 
 async def timeout_lines(rig: Rig, *, count: int, over_s: float, workers: int) -> list[Line]:
-    """So many calls due within so long, four of each task at once; late is the claim's time less the due time."""
+    """So many calls due within so long, four of each task at once. Late is the claim's time less the due time."""
     sql = rig.sql
     processes = {f"worker {number}": await rig.start_worker() for number in range(workers)}
     await rig.request("give_up", b"86400.0")
@@ -46,7 +46,7 @@ async def timeout_lines(rig: Rig, *, count: int, over_s: float, workers: int) ->
     processes["sweeper"] = await rig.start_sweeper()
     task_count = count // CALLS_EACH
     await copy_due(sql, template, count=task_count, over_s=over_s, lead_s=5.0 + count / 10_000)
-    # As a worker would tell it, once its calls are in.
+    # The hint that a worker would send once its calls are recorded.
     await rig.channel.default_exchange.publish(aio_pika.Message(b"0"), rig.hints)
     before_s = {role: process.cpu_s for role, process in processes.items()}
     done = f"SELECT count(*) = {task_count * CALLS_EACH} {_DUE} AND c.state = 'timed_out'"

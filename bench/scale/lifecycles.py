@@ -1,6 +1,6 @@
-"""Whole lives of tasks through the store alone: parked with four calls, four replies, finished.
+"""Whole lives of tasks in the store alone: parked with four calls, four replies, finished.
 
-What they write to disk is the same however fast they are, so it needs no quiet machine.
+They write the same bytes to disk at any speed, so the measurement needs no quiet machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Wal:
 
 @contextlib.asynccontextmanager
 async def watch_wal(url: str) -> AsyncIterator[Wal]:
-    """Add up what this database writes meanwhile, whoever else uses the server."""
+    """Add up what this database writes meanwhile, without the other databases of the server."""
     sql = await asyncpg.connect(url)
     await sql.execute("CREATE EXTENSION IF NOT EXISTS pg_walinspect")
     blocks = f"%/{await sql.fetchval('SELECT oid FROM pg_database WHERE datname = current_database()')}/%"
@@ -73,7 +73,7 @@ async def watch_wal(url: str) -> AsyncIterator[Wal]:
 
 
 async def _read_wal(sql: asyncpg.Connection, blocks: str, found: Wal, is_over: asyncio.Event) -> None:
-    """In small pieces: the server removes its log after a while."""
+    """Read in small pieces: the server removes its log after a while."""
     begun = await sql.fetchval(_FLUSHED)
     is_last = False
     while not is_last:
@@ -83,7 +83,7 @@ async def _read_wal(sql: asyncpg.Connection, blocks: str, found: Wal, is_over: a
         ended = await sql.fetchval(_FLUSHED)
         if ended != begun:
             row = await sql.fetchrow(_WAL, begun, ended, blocks)
-            # The length of a record is told with the images it carries.
+            # The length of a record includes the page images it carries.
             found.images += row["images"]
             found.records += row["whole"] - row["images"]
             begun = ended
@@ -122,7 +122,7 @@ class Lives:
         assert isinstance(done, PutDone)
 
     def park(self, number: int) -> Put:
-        """What a worker writes for a request that made four calls."""
+        """Write what a worker writes for a request that made four calls."""
         body, digest = make_request(number, self._request_bytes), uuid.uuid4().bytes
         newborn = Birth(
             task_id=TaskId(uuid.uuid5(uuid.NAMESPACE_OID, uuid.uuid4().hex)),

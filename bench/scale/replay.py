@@ -59,7 +59,7 @@ class Desk:
         return Committed(is_parked=False, news=tuple(numbered))
 
     def progress(self, done: float | None, total: float | None, message: str | None) -> None:
-        """Nobody looks."""
+        """Drop it: there is no requester."""
 
 
 def _answered(one: NewCall) -> Recorded:
@@ -81,7 +81,7 @@ async def replay_lines(*, entries: int = 1000, times: int = 9) -> list[Line]:
         taken = []
         for _ in range(times):
             gc.collect()
-            begun = time.process_time()  # nobody else is waited for, so others on this machine need not count
+            begun = time.process_time()  # CPU time of this process, so other load does not count
             await _run(handler, entries, desk, history)
             taken.append((time.process_time() - begun) * 1000)
         assert len(desk.recorded) == entries, "a replay wrote something"

@@ -1,4 +1,4 @@
-"""What was measured, beside what was wanted."""
+"""The measured figures, beside their targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure. `target` is the most it may be (`least` turns that round); None: it is told for information."""
+    """One figure. `target` is its upper limit (a lower limit with `least`); None: the figure is for information."""
 
     name: str
     value: float

@@ -1,4 +1,4 @@
-"""Whether finished rows go as fast as new ones come, and what that leaves behind."""
+"""Whether finished rows are removed as fast as new ones come, and what that leaves behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEAD = """
 
 
 class Cleaner:
-    """Vacuums as autovacuum would, for servers whose autovacuum looks by only once a minute or is off."""
+    """Vacuums as autovacuum would, for servers whose autovacuum runs only once a minute or is off."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -46,7 +46,7 @@ class Cleaner:
 
 
 async def retention_lines(rig: Rig, *, count: int) -> list[Line]:
-    """Let tasks finish whose time to be kept is over at once, and retire them meanwhile; then again, and compare."""
+    """Finish tasks whose retention ends at once, and retire them meanwhile; then repeat it, and compare."""
     store, sweeping = Store(rig.store), Store(rig.store, pool_size=1)
     lives = Lives(store, keep=timedelta())
     cleaner = Cleaner(rig)

@@ -1,4 +1,4 @@
-"""What every measurement needs: a database and queues of its own, processes under test, a requester in plain AMQP."""
+"""The base of every measurement: its own database and queues, processes under test, a requester in plain AMQP."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cpu_s(pid: int) -> float:
 
 
 class Process:
-    """A process under test. Its output is read and thrown away once it is up."""
+    """A process under test. Its output is read and dropped once it has started."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -83,7 +83,7 @@ class Process:
 
 
 class Rig:
-    """One database, one prefix, whatever runs under it. Names are as long as those of real services."""
+    """One database, one prefix, and the processes that use them. Names are as long as those of real services."""
 
     def __init__(self, broker: str, store: str) -> None:
         self.broker, self.store = broker, store
@@ -168,8 +168,8 @@ class Rig:
 
 
 async def until(found: Callable[[], Awaitable[Any]], *, within_s: float = 120.0, every_s: float = 0.1) -> Any:
-    """Ask until the answer is a yes."""
+    """Ask again until the answer is true."""
     async with asyncio.timeout(within_s):
-        while not (answer := await found()):  # noqa: ASYNC110 - nobody tells us when
+        while not (answer := await found()):  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(every_s)
         return answer

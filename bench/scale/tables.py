@@ -1,4 +1,4 @@
-"""What the size of the tables does to the statements that run on them."""
+"""How the size of the tables affects the statements that run on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def size_lines(rig: Rig, copies: Copies) -> list[Line]:
 
 
 async def claim_lines(big: Rig, copies: Copies, small: Rig, few: Copies, *, count: int) -> list[Line]:
-    """One claim at a time, on calls all over the tables; big and small take turns, so that noise meets both."""
+    """One claim at a time, on calls all over the tables. Big and small take turns, so that noise affects both."""
     calls = {
         "big": await copies.call_ids(big.sql, spread(count, copies.task_count), 1),
         "small": await few.call_ids(small.sql, spread(count, few.task_count), 1),
@@ -77,7 +77,7 @@ async def _claim(store: Store, ids: Sequence[UUID]) -> list[float]:
 
 
 async def look_lines(big: Rig, small: Rig) -> list[Line]:
-    """What the sweeper asks for all the time; big and small take turns here, too."""
+    """What the sweeper asks all the time. Big and small take turns here, too."""
     again = timedelta(seconds=30)
     stores = {"big": Store(big.store, pool_size=2), "small": Store(small.store, pool_size=2)}
     lines = []
@@ -113,7 +113,7 @@ async def look_lines(big: Rig, small: Rig) -> list[Line]:
 
 
 async def people_lines(rig: Rig) -> list[Line]:
-    """What is asked now and then, and may read a whole table."""
+    """Queries that run now and then, and may read a whole table."""
     store = Store(rig.store, pool_size=2)
     after = UUID(int=1 << 127)
     try:

@@ -3,8 +3,8 @@
     python -m examples.agents "an article about octopuses"
 
 Look at the loop in `plan`. Each decision of the model is a step and each tool is a call, so both are recorded: after
-a crash no answer of the model is paid for twice. While the others work, the planner is a row in Postgres, for an hour
-or a week. The tools are services with queues of their own: scale, deploy or replace each by itself.
+a crash no answer of the model is paid for twice. While the other agents work, the planner is a row in Postgres, for an
+hour or a week. Each tool is a service with its own queue: scale, deploy or replace each by itself.
 """
 
 import json
@@ -41,7 +41,7 @@ async def plan(ctx: Context, goal: str) -> dict[str, object]:
         move = await ctx.step(decide, transcript, retry=ASK_AGAIN)
         if move.tool == "finish":
             return {"article": move.inputs[0], "rounds": number}
-        if move.tool not in TOOLS:  # a model must not choose just any queue
+        if move.tool not in TOOLS:  # the model must not choose any other queue
             transcript.append(f"planner: there is no tool {move.tool!r}")
             continue
         ctx.progress(number, message=f"asks the {move.tool}: {'; '.join(move.inputs)}")

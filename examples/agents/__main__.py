@@ -1,4 +1,4 @@
-"""Starts the planner and the three agents it works with, gives it a goal, shows what it does."""
+"""Start the planner and its three agents, give it a goal, show what it does."""
 
 import sys
 

@@ -4,7 +4,7 @@
     AGENTS_MODEL_NAME   the model to ask for
     AGENTS_MODEL_KEY    the key, if the server wants one
 
-The second is tested against a stand-in for such a server only: expect to adapt the instructions to your model.
+The client for a server is tested against a stand-in only: expect to adapt the instructions to your model.
 """
 
 import json
@@ -36,7 +36,7 @@ def get_model() -> Model:
 
 
 class FakeModel:
-    """Plays each role by rules, so that everybody sees the same play."""
+    """Play each role by rules, so that every run is the same."""
 
     def complete(self, role: Role, text: str) -> str:
         match role.name:

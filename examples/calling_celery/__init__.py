@@ -2,9 +2,9 @@
 
     python -m examples.calling_celery
 
-Look at `call_celery`: it writes a message that a Celery worker reads (its protocol 1, which is a JSON body and no
-headers), and opens the envelope that comes back. The worker sends it to `reply_to` with the `correlation_id`, since
-that is what the `rpc://` result backend does for everybody. More in docs/celery.md.
+Look at `call_celery`. It writes a message that a Celery worker reads (Celery's protocol 1: a JSON body and no headers)
+and opens the envelope that comes back. The worker sends the envelope to `reply_to` with the `correlation_id`, because
+the `rpc://` result backend does that for every message. More in docs/celery.md.
 """
 
 import os
@@ -12,20 +12,20 @@ from typing import Any
 
 from coatcheck.worker import App, CallFailed, Context, Retry
 
-PREFIX = os.environ.get("EXAMPLES_PREFIX", "")  # for queues that share a broker with others of the same names
+PREFIX = os.environ.get("EXAMPLES_PREFIX", "")  # for a broker that has other queues of the same names
 CELERY = f"{PREFIX}celery"  # the queue of the Celery workers; `celery` is what Celery itself calls it
 
 app = App(f"{PREFIX}sums")
 
 
 class CeleryFailed(Exception):
-    """A Celery task raised. The text is the type of its exception and what it said."""
+    """A Celery task raised. The text has the type and the text of its exception."""
 
 
 async def call_celery(
     ctx: Context, task: str, *args: Any, timeout: float, retry: Retry | None = None, key: str | None = None
 ) -> Any:
-    """Run a Celery task and return its result. Raises CeleryFailed if it fails, CallTimedOut if nobody answers.
+    """Run a Celery task and return its result. Raises CeleryFailed if it fails, CallTimedOut if no answer comes.
 
     `retry` asks again after a timeout, not after a failure. Equal calls in one handler share Celery's task id, unless
     each has a `key`.
@@ -39,7 +39,7 @@ async def call_celery(
         case "FAILURE":
             said = ", ".join(str(part) for part in reply["result"]["exc_message"])
             raise CeleryFailed(f"{reply['result']['exc_type']}: {said}")
-        case other:  # REVOKED; or RETRY and STARTED, which are not the last word: see docs/celery.md
+        case other:  # REVOKED; or RETRY and STARTED, which are not final: see docs/celery.md
             raise CeleryFailed(f"{task} answered {other}, and not with a result")
 
 

@@ -1,4 +1,4 @@
-"""Starts a Celery worker and the service; asks, and kills the Celery worker in the middle of the second question."""
+"""Start a Celery worker and the service; ask, and kill the Celery worker in the middle of the second question."""
 
 import sys
 

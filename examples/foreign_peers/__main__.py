@@ -1,4 +1,4 @@
-"""Starts the peers and the service, asks, prints the answer. Says what is missing where something is."""
+"""Start the peers and the service, ask, print the answer. Say what is missing on this machine."""
 
 import asyncio
 import sys

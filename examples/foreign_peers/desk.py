@@ -1,4 +1,4 @@
-"""A desk for programs that see nothing but bodies: puts the address into the question, and takes it off the answer.
+"""A desk for programs that see only bodies: it puts the address into the question, and takes it off the answer.
 
     python examples/foreign_peers/desk.py QUEUE
 
@@ -6,7 +6,7 @@
     QUEUE.in   reply_to, correlation_id, body: one line each, for the program
     QUEUE.out  the same with the answer as the body, from the program
 
-It keeps nothing in mind, so it may die and be started again at any time, and several may run.
+It keeps no state, so it may die and be started again at any time, and several may run.
 """
 
 import os

@@ -3,7 +3,7 @@
     python -m examples.hello Ada Grace
 
 `hello` asks its peer for all names at once. Look at its one `await`: there the task is put down, and is a row in
-Postgres until the last answer is here. `greeter` is a service like any other; it never waits, so it needs no row.
+Postgres until the last answer arrives. `greeter` is a service too; it never waits, so it needs no row.
 """
 
 from coatcheck.worker import App, Context

@@ -1,4 +1,4 @@
-"""Starts both services, asks, prints the answer."""
+"""Start both services, ask, print the answer."""
 
 import sys
 

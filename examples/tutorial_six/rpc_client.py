@@ -1,6 +1,6 @@
 """RabbitMQ's tutorial six, the client: it asks for a Fibonacci number and knows nothing of Coatcheck.
 
-It publishes to a queue that somebody else declared and waits on an exclusive queue of its own for the message with its
+It publishes to a queue that another program declared, and waits on its own exclusive queue for the message with its
 `correlation_id`. It sends no message id and no content type.
 
     python examples/tutorial_six/rpc_client.py [n] [queue]

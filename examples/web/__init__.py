@@ -2,6 +2,6 @@
 
     python -m examples.web
 
-Look at `front.py`: it starts a task and reads its row, nothing else. It holds no task, so closing the page, or killing
-the front, stops no report; and since the state is in the row, any front shows it. `reports.py` is what it asks.
+Look at `front.py`: it starts a task and reads its row, nothing else. It holds no task, so a report goes on when the
+page is closed or the front is killed. The state is in the row, so any front shows it. `reports.py` is the service.
 """

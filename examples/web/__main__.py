@@ -1,4 +1,4 @@
-"""Starts the service and its peer, then the front in this process; runs until Ctrl-C."""
+"""Start the service and its peer, then the front in this process; run until Ctrl-C."""
 
 import argparse
 import socket
@@ -15,7 +15,7 @@ async def main(port: int) -> None:
         async with Stage() as stage:
             await stage.workers("examples.web.reports:app", "examples.web.reports:app", "examples.web.reports:sections")
             print(f"open http://127.0.0.1:{listening.getsockname()[1]}/", flush=True)
-            # Open streams would keep it from stopping for as long as somebody watches.
+            # Open streams would keep the server from stopping for as long as a browser watches.
             config = uvicorn.Config(front, log_level="warning", timeout_graceful_shutdown=1)
             await uvicorn.Server(config).serve(sockets=[listening])
 

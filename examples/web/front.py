@@ -50,7 +50,7 @@ async def read_json(request: Request) -> object:
 
 
 async def result(request: Request) -> Response:
-    """An id that nobody handed out looks like a task that no replica has begun: both have no row, and no result yet."""
+    """Look up a report. An unknown id and a task that has not begun look the same: no row, and no result yet."""
     client: Client = request.app.state.client
     task = await client.find(request.path_params["task_id"])
     if task is None or not task.state.is_final:
@@ -63,13 +63,13 @@ async def result(request: Request) -> Response:
 
 
 async def events(request: Request) -> Response:
-    """When the browser leaves, the stream is cancelled and nothing else: the task is not ours to hold."""
+    """When the browser leaves, only the stream is cancelled: the front does not hold the task."""
     stream = follow(request.app.state.client, request.path_params["task_id"])
     return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
 async def follow(client: Client, task_id: UUID) -> AsyncIterator[str]:
-    """Read the row again and again; say what is new. A browser that comes back begins with what is so now."""
+    """Read the row again and again and send what is new. A browser that comes back begins with the current state."""
     told: object = None
     while True:
         task = await client.find(task_id)

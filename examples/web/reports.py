@@ -1,4 +1,4 @@
-"""The service behind the front: a report whose sections are written by a peer, told of as each of them comes in."""
+"""The service behind the front: a report whose sections a peer writes. It tells of each section as it comes in."""
 
 import asyncio
 
@@ -25,6 +25,6 @@ async def report(ctx: Context, topic: str) -> dict[str, str]:
 
 @sections.task
 async def section(ctx: Context, topic: str, title: str) -> dict[str, str]:
-    """Take a while, each section a little longer than the one before."""
+    """Take a while, a little longer for each section than for the one before."""
     await asyncio.sleep(0.5 * (1 + TITLES.index(title)))
     return {"title": title, "text": f"{title} of {topic}: to be continued."}

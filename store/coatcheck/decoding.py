@@ -1,7 +1,7 @@
-"""Readers for bytes that a stranger wrote: linear in their size, or refused before a value is built.
+"""Readers for bytes from outside: linear in their size, or refused before a value is built.
 
 Three things let a short message take minutes: nesting, numbers, and keys whose hashes collide. Python salts the hashes
-of texts and bytes and not those of numbers, so a key is a text or bytes, in every format. JSON has no other keys.
+of texts and bytes, but not those of numbers. So a key is a text or bytes, in every format. JSON has no other keys.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ decode_any_json = msgspec.json.Decoder().decode
 def check_json_depth(raw: bytes, depth: int) -> None:
     """Raise TooDeep if brackets outside strings nest deeper than `depth`.
 
-    Each operation passes over the bytes once. What is no JSON may be counted wrongly behind its first mistake, and the
-    decoder reads no further than that.
+    Each operation passes over the bytes once. In bytes that are not JSON, the count may be wrong after the first
+    mistake, but the decoder reads no further than that.
     """
-    if raw.find(b"[", 1) < 0 and raw.find(b"{", 1) < 0:  # it is flat; seen in a fifth of the time that counting takes
+    if raw.find(b"[", 1) < 0 and raw.find(b"{", 1) < 0:  # flat: found in a fifth of the time that counting takes
         return
     if raw.count(b"[") + raw.count(b"{") <= depth:
         return
-    if b"\\" in raw:  # an escaped quote ends no string; what escapes it may be escaped itself
+    if b"\\" in raw:  # an escaped quote does not end a string; the escape may be escaped itself
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside = b"".join(raw.translate(_STEPS, _NOT_STRUCTURE).split(b'"')[::2])
     if max(itertools.accumulate(memoryview(outside).cast("b")), default=0) > depth:
@@ -80,7 +80,7 @@ def decode_msgpack(raw: bytes, depth: int = DEEPEST) -> Any:
 def check_msgpack(raw: bytes, depth: int = DEEPEST) -> None:
     """Raise Refused if a key is neither text nor bytes, TooDeep if the value nests deeper than `depth`.
 
-    Bytes that are no MessagePack, or end too early, pass: the decoder refuses them at the same byte.
+    Bytes that are not MessagePack, or end too early, pass: the decoder refuses them at the same byte.
     """
     try:
         _walk_msgpack(raw, depth)
@@ -101,7 +101,7 @@ def _walk_msgpack(raw: bytes, depth: int) -> None:
         if is_map and left & 1 and head not in _KEY_HEADS:
             raise Refused("a key is neither text nor bytes")
         size = _SIZES[head]
-        if size:  # most are done with here
+        if size:  # most values end here
             at += size
             continue
         width = _WIDTHS.get(head, 0)
@@ -118,7 +118,7 @@ def _walk_msgpack(raw: bytes, depth: int) -> None:
 
 
 def _fixed_sizes() -> list[int]:
-    """The bytes that a value takes, by its first; 0 where that byte does not tell, or begins a container."""
+    """The bytes that a value takes, by its first byte; 0 if that byte does not tell, or begins a container."""
     sizes = [1] * 256
     for head in range(0xA0, 0xC0):  # short texts
         sizes[head] = 1 + (head & 0x1F)
@@ -155,7 +155,7 @@ def decode_cbor(raw: bytes, depth: int = DEEPEST) -> Any:
     try:
         value = cbor2.loads(raw, semantic_decoders=_CBOR_TAGS, strict_hashable_types=True)
     except cbor2.CBORDecodeError as exc:  # its subclasses are not all ValueErrors
-        # Its own text names the kind of value; what caused it may quote the value, unless it is ours.
+        # Its own text names the kind of value; its cause may quote the value, unless the cause is ours.
         raise Refused(str(exc.__cause__ if isinstance(exc.__cause__, Refused) else exc)) from exc
     _check_tree(value, depth, max_nodes=len(raw))
     return value
@@ -166,7 +166,7 @@ def _refuse_tag(_value: Any, _is_immutable: bool) -> Any:
 
 
 def _decode_bignum(digits: Any, _is_immutable: bool) -> int:
-    """Read a large number as far as JSON may go. Fractions and decimals of longer ones take the CPU for minutes."""
+    """Read a large number up to JSON's limit. Fractions and decimals of longer ones take minutes of CPU."""
     if not isinstance(digits, bytes) or len(digits) > _MAX_BIGNUM_BYTES:
         raise Refused(f"a number of more than {_MAX_BIGNUM_BYTES} bytes")
     return int.from_bytes(digits, "big")
@@ -187,7 +187,7 @@ _HOLDERS = (dict, list, tuple, set, frozenset)
 def _check_tree(value: Any, max_depth: int, *, max_nodes: int) -> None:
     """Walk a value level by level.
 
-    CBOR can share and loop: more nodes than bytes were not sent, they were multiplied.
+    CBOR can share and loop: if there are more nodes than bytes, the sender multiplied them by references.
     """
     level = [value] if isinstance(value, _HOLDERS) else []
     count = 0

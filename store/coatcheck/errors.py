@@ -83,7 +83,7 @@ class Rejected(PermanentError):
 
 
 class Unauthorized(PermanentError):
-    """The app does not accept this caller. The text is sent to whoever asked, so it must not quote the token."""
+    """The app does not accept this caller. The text is sent to the requester, so it must not quote the token."""
 
     code = "unauthorized"
 
@@ -93,11 +93,11 @@ class UsageError(CoatcheckError):
 
 
 class InvalidSettings(UsageError):
-    """A setting that cannot hold: the text names the field, the value and the limit."""
+    """An invalid setting: the text names the field, the value and the limit."""
 
 
 class NobodyThere(UsageError):
-    """What was asked for runs nowhere: no such service on this broker, no server at this place."""
+    """The target does not exist: no such service on this broker, no server at this place."""
 
 
 class EmbeddedUnavailable(UsageError):
@@ -149,7 +149,7 @@ class CallFailed(WorkFailed):
 
 
 class CallTimedOut(CallFailed):
-    """A peer said nothing before the call was due."""
+    """A peer did not answer before the call was due."""
 
 
 class TaskFailed(WorkFailed):

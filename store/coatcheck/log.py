@@ -1,11 +1,12 @@
-"""How every part of ours logs: `log = get_logger(__name__)`, then `log.info("reply_claimed", parked_s=3.2)`.
+"""How every part of Coatcheck logs: `log = get_logger(__name__)`, then `log.info("reply_claimed", parked_s=3.2)`.
 
 Two promises, because a line is written in the middle of the protocol:
 
-- Nothing is raised, whatever the stream, a value's `repr` or an application's own processors do. The line is lost and
-  counted.
-- Nothing is printed that the application did not ask for. If it has configured structlog, events go there; else they go
-  to `logging`, under the name of the module, where Python shows warnings and errors on stderr until handlers are set.
+- Logging never raises, even if the stream, a value's `repr` or an application's own processors do. The line is lost
+  and counted.
+- Nothing is printed that the application did not ask for. If it has configured structlog, events go there. Otherwise
+  they go to `logging`, under the name of the module, where Python shows warnings and errors on stderr until handlers
+  are set.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _guard: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
 def set_guard(guard: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Have details pass through `guard` before they go to `logging`: it hides payloads and passwords."""
+    """Pass details through `guard` before they go to `logging`: it hides payloads and passwords."""
     global _guard  # noqa: PLW0603 - the rules live above this layer
     _guard = guard
 

@@ -1,8 +1,8 @@
 """Named points of the protocol at which a process can be made to die or to freeze, to show that nothing is lost.
 
-`COATCHECK_CRASH=after_park:3` ends the process, as `kill -9` would, the third time it has put a task down;
-`after_park:3:stop` freezes it there with SIGSTOP instead. Several are separated by commas. Off, as it always is but in
-such trials, a point costs one comparison.
+`COATCHECK_CRASH=after_park:3` ends the process, as `kill -9` would, the third time it has put a task down.
+`after_park:3:stop` freezes it there with SIGSTOP instead. Several are separated by commas. Outside of such trials all
+points are off, and a point costs one comparison.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ _on_reach: Callable[[str], None] | None = None
 
 
 def reach(point: str) -> None:
-    """Say that the protocol stands at this point. Whoever armed it may end the process here."""
+    """Say that the protocol has reached this point. If the point is armed, the process may end here."""
     if _on_reach is not None:
         _on_reach(point)
 
 
 def arm(on_reach: Callable[[str], None] | None) -> None:
-    """Have every point reported; None: no more."""
+    """Report every point to a function; None: no more."""
     global _on_reach  # noqa: PLW0603 - a local name is what makes a point that is off cost nothing
     _on_reach = on_reach
 

@@ -1,9 +1,9 @@
 """Where the names in our statements are looked up: in Postgres's own schema, and nowhere else.
 
 A role that may create in a schema on the path, as every role could in `public` before Postgres 15, can plant a function
-whose argument types fit better than those of the function meant; it then runs with the rights of the worker. So every
-connection is opened with this path, our tables are named with their schema, and a connection that has another path is
-not used. `pg_temp` is named last: where it is not named, it is searched first.
+whose argument types fit better than those of the function meant. That function then runs with the rights of the worker.
+So every connection is opened with this path, our tables are named with their schema, and a connection that has another
+path is not used. `pg_temp` is named last: if it is not named, it is searched first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SHOW = "SHOW search_path"
 
 
 class UnsafeSearchPath(ConnectionError):
-    """The connection looks names up elsewhere: something between us and Postgres has dropped what we asked for."""
+    """The connection has another search path: a program between us and Postgres has dropped our setting."""
 
     def __init__(self, found: str) -> None:
         super().__init__(
@@ -24,6 +24,6 @@ class UnsafeSearchPath(ConnectionError):
 
 
 def check(found: str) -> None:
-    """Raises UnsafeSearchPath unless what SHOW gave is the path that was asked for."""
+    """Raises UnsafeSearchPath unless the answer of SHOW is the path that we asked for."""
     if found != SEARCH_PATH:
         raise UnsafeSearchPath(found)

@@ -1,6 +1,6 @@
-"""TLS to either server: contexts made from files, and failed handshakes put into words that say what to do.
+"""TLS to either server: contexts made from files, and failed handshakes explained in words that say what to do.
 
-Certificates are verified unless somebody writes down that they should not be. TLS 1.2 is the least.
+Certificates are verified unless an option says otherwise. The oldest accepted version is TLS 1.2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NOT_YET_VALID = 9
 _EXPIRED = 10
 _OTHER_NAME = 62
 _OTHER_ADDRESS = 64
-# What a server answers that wants a certificate of ours and got none, or another than it wants.
+# Answers of a server that requires a certificate of ours and got none, or the wrong one.
 _REFUSALS_OF_OURS = (
     "CERTIFICATE_REQUIRED",
     "HANDSHAKE_FAILURE",
@@ -31,7 +31,7 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the options of an address are called: every server's users know them by other names."""
+    """The names of the options of an address: users of each server know them by other names."""
 
     ca: str
     cert: str
@@ -77,8 +77,8 @@ def make_context(
 
 
 def postgres_ssl(mode: str, files: Mapping[str, str], *, what: str) -> ssl.SSLContext | str:
-    """Give what asyncpg takes for `sslmode` and its files. As libpq has it: `require` verifies the CA if one is named,
-    `verify-full` the name too. `what` is how a complaint calls the address. Raises InvalidSettings.
+    """Return what asyncpg takes for `sslmode` and its files. As in libpq, `require` verifies the CA if one is named,
+    `verify-full` the name too. `what` names the address in an error. Raises InvalidSettings.
     """
     if mode not in SSL_MODES:
         raise InvalidSettings(f"sslmode in the {what} must be one of {', '.join(SSL_MODES)}")
@@ -113,7 +113,7 @@ def explain(error: BaseException, options: Options) -> str | None:
 
 
 def is_verification_failure(error: BaseException) -> bool:
-    """Tell whether the server was not who it should be: waiting does not help, somebody must look."""
+    """Tell whether the server has the wrong certificate or name: waiting does not help, a person must look."""
     return any(isinstance(each, ssl.SSLCertVerificationError) for each in _chain(error))
 
 
