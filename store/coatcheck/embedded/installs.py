@@ -44,7 +44,7 @@ class Install:
         return int(re.match(r"\d+", self.version)[0])  # type: ignore[index]  # `_look_at` has seen a number
 
     def copy(self, target: Path) -> Install:
-        """Copy the wheel's Postgres for everybody to run, whatever the modes of the original are."""
+        """Copy the wheel's Postgres so that every user can run it, whichever modes the original has."""
         copied = self.at(target)
         package = self.bin.parents[1]
         _copy_tree(package, target / package.name)
@@ -83,7 +83,7 @@ def find_install(*, major: int | None = None) -> Install:
     raise EmbeddedUnavailable(
         f"the data was made by Postgres {major}, and here is only {', '.join(map(str, found))}. Install Postgres "
         f"{major}, or set {VARIABLE} to its binaries; or dump the data with {major} and load it into a new directory; "
-        "or, if nobody needs it, delete the directory"
+        "or, if the data is not needed, delete the directory"
     )
 
 
@@ -113,7 +113,7 @@ def find_installed() -> Iterator[Install]:
 def _all() -> Iterator[Install]:
     if named := os.environ.get(VARIABLE, "").strip():
         yield _named(Path(named))
-        return  # whoever names binaries wants no others
+        return  # a user who names binaries wants no others
     if wheel := find_wheel():
         yield wheel
     yield from find_installed()
