@@ -29,7 +29,7 @@ from coatcheck.store.memory import MemoryStore
 from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import Kind, NewEntry, Put, PutDone, PutRefused, TaskState
 from coatcheck.testing.stage import Stage, Ticket
-from coatcheck.testing.stage_clock import Pace
+from coatcheck.testing.stage_clock import StageClock
 from coatcheck.testing.stage_parts import Replica, StageScene
 from coatcheck.testing.stuck import explain
 from coatcheck.testing.virtual_time import Died, current_part, run_apart
@@ -239,7 +239,7 @@ class _Plays:
             if watch.has_died and not is_replaced:
                 is_replaced = True
                 await stage.run(self.app, **self.settings)
-            elif ticket.is_done or ticket.state is TaskState.HELD or not await scene.pace.skip():
+            elif ticket.is_done or ticket.state is TaskState.HELD or not await scene.clock.skip():
                 break
         state, outcome = await _outcome_of(ticket, scene)
         asked = {name: [_pretty(body) for body in peer.asked] for name, peer in scene.peers.items()}
@@ -263,7 +263,7 @@ class CrashWatch:
         self.points: list[Crash] = []
         self.steps: Counter[str] = Counter()
         self.has_died = False
-        self._pace: Pace = scene.pace
+        self._clock: StageClock = scene.clock
         self._victim = victim
         self._crash = crash
         self._counts: Counter[str] = Counter()
@@ -284,7 +284,7 @@ class CrashWatch:
 
     def _count_step(self) -> None:
         current = asyncio.current_task()
-        runs = [live.run for live in self._pace.lives() if live.run is not None]
+        runs = [live.run for live in self._clock.lives() if live.run is not None]
         self.steps.update(key for run in runs for key, task in run.steps_in_flight.items() if task is current)
 
 

@@ -39,7 +39,7 @@ from coatcheck.store.rows import (
     TaskState,
 )
 from coatcheck.testing.stage import FIRST_DAY, Ticket
-from coatcheck.testing.stage_clock import Pace
+from coatcheck.testing.stage_clock import StageClock
 from coatcheck.testing.virtual_time import StagePart, Time, run_apart, unwrap, wrap
 from coatcheck.worker.app import App
 from coatcheck.worker.binding import Bound
@@ -227,7 +227,7 @@ def assert_replays(app: App, journal: Journal | Path | str) -> Replay:
     return replay
 
 
-class _Audience:
+class _ReplayHost:
     """The host of such a run: it sees what the run wants to do, and ends it there."""
 
     def __init__(self, journal: Journal) -> None:
@@ -261,8 +261,8 @@ async def _replay(app: App, journal: Journal) -> Replay:
         bound = handler.binding.bind(to_body(blob_of(journal["request"])))
     except InvalidArguments as error:
         return Replay(str(error))
-    audience = _Audience(journal)
-    run = audience.run = Run(
+    host = _ReplayHost(journal)
+    run = host.run = Run(
         task_id=task_id_of(journal),
         identity=journal["identity"],
         attempt=journal["attempt"],
@@ -270,11 +270,11 @@ async def _replay(app: App, journal: Journal) -> Replay:
         caller=caller_of(journal),
         invoke=partial(_invoke, handler.binding.function, bound),
         history=history_of(journal),
-        host=audience,
+        host=host,
         now=lambda: FIRST_DAY,
     )
     outcome = await _execute(run)
-    return _judge(outcome, audience, run, journal)
+    return _judge(outcome, host, run, journal)
 
 
 def _invoke(function: Any, bound: Bound, ctx: Context) -> Coroutine[Any, Any, Any]:
@@ -290,18 +290,18 @@ async def _execute(run: Run) -> Outcome | None:
     time.start_at(loop.time())
     wrap(loop)
     try:
-        pace = Pace(time, Tables(time.now), replicas=())
+        clock = StageClock(time, Tables(time.now), replicas=())
         running = loop.create_task(run.execute(), context=StagePart(time).context())
-        if await pace.finish(running, patience_s=PATIENCE_S):
+        if await clock.finish(running, patience_s=PATIENCE_S):
             return running.result()
         run.abandon()
-        await pace.finish(running)
+        await clock.finish(running)
         return None
     finally:
         unwrap(loop)
 
 
-def _judge(outcome: Outcome | None, audience: _Audience, run: Run, journal: Journal) -> Replay:
+def _judge(outcome: Outcome | None, host: _ReplayHost, run: Run, journal: Journal) -> Replay:
     state = TaskState(journal["state"])
     match outcome:
         case Held(error):
@@ -316,7 +316,7 @@ def _judge(outcome: Outcome | None, audience: _Audience, run: Run, journal: Jour
         case None:
             return Replay("the handler waits for something that is neither recorded nor durable", (), run.unread_keys)
         case _:
-            return Replay(None, audience.wanted, run.unread_keys)
+            return Replay(None, host.wanted, run.unread_keys)
 
 
 def _judge_result(value: Any, state: TaskState, run: Run, journal: Journal) -> Replay:

@@ -100,7 +100,7 @@ class Stage:
         if not isinstance(app, App):
             raise UsageError(f"run() needs an App, got {app!r}")
         replica = await self._scene.start(app, settings)
-        await self._scene.pace.rest()
+        await self._scene.clock.rest()
         return replica
 
     # --- playing ---
@@ -122,7 +122,7 @@ class Stage:
             raise UsageError(f"there is no service {service!r} on this stage; run its app first: await stage.run(app)")
         asking = self._scene.client.submit(service, body, task=task, identity=identity, token=token)
         ticket = Ticket(await self._scene.spawn(asking), self._scene)
-        await self._scene.pace.rest()
+        await self._scene.clock.rest()
         return ticket
 
     async def settle(self) -> None:
@@ -131,7 +131,7 @@ class Stage:
         Raises NotFaked if a peer was asked and nothing says what it answers.
         """
         await self._scene.begin()
-        await self._scene.pace.rest()
+        await self._scene.clock.rest()
         self._scene.check()
 
     async def advance(
@@ -149,7 +149,7 @@ class Stage:
         """
         length_s = seconds_of(delay, days=days, hours=hours, minutes=minutes, seconds=seconds)
         await self.settle()
-        await self._scene.pace.advance(length_s)
+        await self._scene.clock.advance(length_s)
         self._scene.check()
 
     # --- looking ---
@@ -224,11 +224,11 @@ class Ticket:
 
         Time stands still meanwhile, unless it may pass: with a `timeout`, as far as the result needs and no further.
         """
-        pace = self._scene.pace
-        await pace.rest()
+        clock = self._scene.clock
+        await clock.rest()
         self._scene.check()
         if timeout is not None:
-            await pace.advance(seconds_of(timeout), until=self._outcome.done)
+            await clock.advance(seconds_of(timeout), until=self._outcome.done)
             self._scene.check()
         if not self._outcome.done():
             raise Stuck(explain(self._scene, self.task_id, self.service))
@@ -237,7 +237,7 @@ class Ticket:
     async def cancel(self, reason: str | None = None) -> None:
         """Ask for the task to be cancelled, and let everything come to rest."""
         await self._scene.spawn(self._submitted.cancel(reason))
-        await self._scene.pace.rest()
+        await self._scene.clock.rest()
         self._scene.check()
 
     # --- looking ---

@@ -49,7 +49,7 @@ MOST_LEFT = 1000
 """How many timers ring when a stage is closed, before what sets new ones for ever is left alone."""
 
 
-class Pace:
+class StageClock:
     """Lets one stage come to rest, and its time pass."""
 
     def __init__(self, time: Time, tables: Tables, *, replicas: Sequence[Replica]) -> None:

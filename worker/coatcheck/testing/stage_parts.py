@@ -17,7 +17,7 @@ from coatcheck.errors import CoatcheckError, UsageError
 from coatcheck.store.memory import MemoryStore, Tables
 from coatcheck.store.postgres.store import Store
 from coatcheck.testing.peers import NotFaked, Peer
-from coatcheck.testing.stage_clock import Pace
+from coatcheck.testing.stage_clock import StageClock
 from coatcheck.testing.virtual_time import StagePart, Time, unwrap, wrap
 from coatcheck.worker.app import App
 from coatcheck.worker.client import Client
@@ -41,7 +41,7 @@ class StageScene:
         self.tables = Tables(self.time.now)
         self.peers: dict[str, Peer] = {}
         self.replicas: list[Replica] = []
-        self.pace = Pace(self.time, self.tables, replicas=self.replicas)
+        self.clock = StageClock(self.time, self.tables, replicas=self.replicas)
         self.server = _Server(self)
         self.open_store: Callable[..., Store] = self.open_memory
         self._url = f"memory://{uuid.uuid4()}"
@@ -83,7 +83,7 @@ class StageScene:
         self._keeper = loop.create_task(self._keep(), name="coatcheck-stage")
         settings = self._settings(None, {})
         self._client = Client(settings, open_store=self.open_store)
-        self.pace.sweeper = sweeper = Sweeper(settings, name="sweeper", open_store=self.open_store)
+        self.clock.sweeper = sweeper = Sweeper(settings, name="sweeper", open_store=self.open_store)
         sweeping = self.spawn(sweeper.run(), part=StagePart(self.time, is_lazy=True))
         while not sweeper.is_ready:
             if sweeping.done():
@@ -121,21 +121,21 @@ class StageScene:
             for replica in living:
                 replica.worker.stop()
             await self._finish(*(replica.running for replica in living))
-            if self.pace.sweeper is not None:
-                self.pace.sweeper.stop()
+            if self.clock.sweeper is not None:
+                self.clock.sweeper.stop()
             self.spawn(self.client.close())
             dead = {replica.running for replica in self.replicas if replica.part.is_dead}
             await self._finish(*(task for task in self._tasks if task not in dead))
-            await self.pace.run_out()
+            await self.clock.run_out()
         finally:
             unwrap(self._loop)
             self._loop.set_task_factory(self._task_factory)
 
     async def _finish(self, *tasks: asyncio.Task[Any]) -> None:
-        if not await self.pace.finish(*tasks):
+        if not await self.clock.finish(*tasks):
             for task in tasks:
                 task.cancel()
-            await self.pace.finish(*tasks)
+            await self.clock.finish(*tasks)
 
     # --- replicas ---
 
@@ -147,7 +147,7 @@ class StageScene:
         name = f"{app.service}-{next(self._numbers)}"
         worker = Worker(app, self._settings(app, settings), name=name, open_store=self.open_store)
         part = StagePart(self.time)
-        replica = Replica(worker, part=part, running=self.spawn(worker.run(), part=part), finish=self.pace.finish)
+        replica = Replica(worker, part=part, running=self.spawn(worker.run(), part=part), finish=self.clock.finish)
         self.replicas.append(replica)
         await replica.start()
         return replica

@@ -28,7 +28,7 @@ class Stuck(UsageError, TimeoutError):
 def explain(scene: StageScene, task_id: TaskId, service: str) -> str:
     """Say what a task waits for, and what would move it."""
     row = scene.tables.tasks.get(task_id)
-    live = next((each for each in scene.pace.lives() if each.task_id == task_id), None)
+    live = next((each for each in scene.clock.lives() if each.task_id == task_id), None)
     name = f"task {str(task_id)[:8]} of {service}"
     if live is not None and (row is None or row.task.state is TaskState.RUNNING):
         return _in_ram(name, live)
