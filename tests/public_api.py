@@ -14,6 +14,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -90,13 +91,15 @@ def _member_lines(kind: type) -> Iterator[str]:
     members = _own_members(kind)
     if "__init__" in members or dataclasses.is_dataclass(kind) or hasattr(kind, "__struct_fields__"):
         yield _function_line("__init__", kind)
+    yield from (f"{name}  (set by the constructor)" for name in _facts(kind))
     for name, base in sorted(members.items()):
         if name.startswith("_") and name not in _SPECIAL:
             continue
         value, home = vars(base).get(name), vars(sys.modules[base.__module__])
         if isinstance(value, property):
             assert value.fget is not None
-            yield f"{name}: {_annotation_text(inspect.signature(value.fget).return_annotation, home)}  (read only)"
+            text = f"{name}: {_annotation_text(inspect.signature(value.fget).return_annotation, home)}"
+            yield text if value.fset is not None else f"{text}  (read only)"
         elif isinstance(value, classmethod | staticmethod):
             yield f"{type(value).__name__} {_function_line(name, value.__func__)}"
         elif inspect.isfunction(value):
@@ -105,6 +108,15 @@ def _member_lines(kind: type) -> Iterator[str]:
             yield f"{name}: {_annotation_text(vars(base)['__annotations__'][name], home)}"
         else:
             yield name if inspect.isdatadescriptor(value) else f"{name} = {_value_text(value)}"
+
+
+def _facts(kind: type) -> list[str]:
+    """Return what an error's constructor sets on it: facts that an `except` reads."""
+    if not issubclass(kind, BaseException) or "__init__" not in _own_members(kind):
+        return []
+    source = textwrap.dedent(inspect.getsource(inspect.getattr_static(kind, "__init__")))
+    stored = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Attribute)]
+    return sorted({each.attr for each in stored if isinstance(each.ctx, ast.Store) and not each.attr.startswith("_")})
 
 
 def _own_members(kind: type) -> dict[str, type]:
