@@ -18,7 +18,6 @@ VARIABLE = "COATCHECK_PG_BIN"
 OLDEST = 14
 PROGRAMS = ("initdb", "postgres")
 _ASKING_LIMIT_S = 20.0
-_NOT_COPIED = ("include", "__pycache__")
 _USUAL_PLACES = (
     "/usr/lib/postgresql/*/bin",  # Debian, Ubuntu
     "/usr/pgsql-*/bin",  # the RPMs of postgresql.org
@@ -148,18 +147,13 @@ def _can_run(program: Path) -> bool:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    target.mkdir(parents=True)
-    for each in source.iterdir():
-        copy = target / each.name
-        if each.name in _NOT_COPIED:
-            continue
-        if each.is_symlink():
-            copy.symlink_to(each.readlink())
-        elif each.is_dir():
-            _copy_tree(each, copy)
-        else:
-            shutil.copyfile(each, copy)
-            copy.chmod(0o755 if each.stat().st_mode & stat.S_IXUSR else 0o644)
+    left_out = shutil.ignore_patterns("include", "__pycache__")
+    shutil.copytree(source, target, symlinks=True, ignore=left_out, copy_function=_copy_file)
+
+
+def _copy_file(source: str, target: str) -> None:
+    shutil.copyfile(source, target)
+    Path(target).chmod(0o755 if Path(source).stat().st_mode & stat.S_IXUSR else 0o644)
 
 
 def _output_of(program: Path | str, option: str) -> str:
