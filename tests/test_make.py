@@ -38,6 +38,7 @@ SHORT = "--rounds 1 --seconds 1 --warm-up 0.5 --width 10 --count 3 --idle-second
 SMOKES = {
     "demo": Smoke("Usage: coatcheck demo", ("DEMO_ARGS=--help",)),  # tests/demo runs it whole
     "test": Smoke("test_make.py", ("PYTEST_ARGS=--collect-only -q tests/test_make.py",)),
+    "test-pythons": Smoke("found    3.", ("PYTHONS_ARGS=--list",)),
     "simulate": Smoke("planted bugs", ("N=5", "SIMULATE_ARGS=--seconds 0")),
     "chaos": Smoke(
         "0 violations",

@@ -54,6 +54,7 @@ class User:
 
     @property
     def url(self) -> str:
+        assert "url" in self.said, self.said
         return self.said["url"]
 
     @property

@@ -121,6 +121,7 @@ def test_newcomer_during_the_stop_gets_a_new_server(directory: Path, start) -> N
 
 def test_killed_supervisor_is_replaced_at_the_same_address(directory: Path, start) -> None:
     users = [start(directory), start(directory)]
+    assert users[0].url == users[1].url  # both have joined: a user whose supervisor dies in its start is told so
     ask(users[0].url, "CREATE TABLE kept AS SELECT 42 AS answer")
     (killed,) = kit.supervisors(directory)
 

@@ -15,7 +15,7 @@ import pytest
 from tests.embedded import kit
 from tests.embedded.kit import ask, socket_directory
 
-from coatcheck.embedded import find_directory, installs, is_running, join, locks
+from coatcheck.embedded import find_directory, installs, is_running, join, places
 from coatcheck.embedded.places import Places
 from coatcheck.errors import EmbeddedUnavailable
 
@@ -306,7 +306,7 @@ def test_full_disk_is_called_that(small_disk: Path, start) -> None:
 
 
 def test_platform_without_locks_is_told_what_to_do(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(places, "fcntl", None)
 
     with pytest.raises(EmbeddedUnavailable, match="COATCHECK_STORE"):
         join(empty)

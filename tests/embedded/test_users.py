@@ -1,4 +1,4 @@
-"""Whoever starts it: root, a normal user, a uid without a name; and what root must do so that the server can run."""
+"""Which user starts it: root, a normal user, a uid without a name; and what root must do so that the server can run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import pytest
 from tests.embedded import kit
 from tests.embedded.kit import ROOT, ask
 
-from coatcheck.embedded import find_directory, identity, installs, is_running, sockets
+from coatcheck.embedded import find_directory, identity, installs, is_running, postmaster
 from coatcheck.embedded.places import Places
 
 pytestmark = [
@@ -32,10 +32,10 @@ NAMELESS = 12345
 WHERE_COATCHECK_IS = os.pathsep.join(map(str, (ROOT, ROOT / "store", sysconfig.get_path("purelib"))))
 
 
-@pytest.fixture(params=["daemon", NAMELESS], ids=["named", "nameless"])
+@pytest.fixture
 def uid(request: pytest.FixtureRequest, empty: Path) -> int:
-    """A user who is not root and has a directory of its own."""
-    uid = pwd.getpwnam(request.param).pw_uid if isinstance(request.param, str) else request.param
+    """A user who is not root and has a directory of its own; `daemon`, unless the test names a uid."""
+    uid = getattr(request, "param", None) or pwd.getpwnam("daemon").pw_uid
     empty.parent.chmod(0o700)
     os.chown(empty.parent, uid, uid)
     return uid
@@ -73,6 +73,26 @@ def test_other_users_run_their_own_server(kind: str, uid: int, empty: Path, star
     owners = {Path(f"/proc/{pid}").stat().st_uid for pid in kit.running(empty)}
     assert owners == {uid}
     assert {path.stat().st_uid for path in (empty, empty / "postgres/password", kit.data_of(empty))} == {uid}
+
+
+@pytest.mark.parametrize("uid", [NAMELESS], indirect=True)
+def test_uid_without_a_name_is_told_what_to_do(uid: int, empty: Path, start_other) -> None:
+    error = start_other(empty).error
+
+    assert f"would run as uid {uid}, which has no name in the user database, and initdb makes no data" in error
+    for way in (f"add a line for uid {uid} to /etc/passwd", "run as a user that has one", "COATCHECK_STORE"):
+        assert way in error
+    assert not kit.data_of(empty).exists()
+
+
+@pytest.mark.parametrize("uid", [NAMELESS], indirect=True)
+def test_uid_without_a_name_runs_a_server_whose_data_is_there(uid: int, directory: Path, start_other) -> None:
+    subprocess.run(["chown", "-R", f"{uid}:{uid}", directory], check=True)
+
+    user = start_other(directory)
+
+    assert ask(user.url, "SELECT 1") == 1
+    assert Path(f"/proc/{kit.postmaster(directory)}").stat().st_uid == uid
 
 
 def test_root_leaves_the_server_to_nobody(directory: Path, start) -> None:
@@ -227,7 +247,7 @@ def test_link_in_the_place_of_the_sockets_directory_leads_root_nowhere(empty: Pa
     link.symlink_to(of_root)
 
     with pytest.raises(PermissionError):
-        identity.find_identity().act(lambda: sockets.renew(link, 1))
+        identity.find_identity().act(lambda: postmaster.renew_sockets(link, 1))
 
     assert [path.name for path in of_root.iterdir()] == [".s.PGSQL.1"]
 

@@ -211,7 +211,7 @@ async def test_task_that_failed_may_fail_again():
 
 
 async def test_handler_that_waits_for_nothing_does_not_hang(monkeypatch):
-    monkeypatch.setattr("coatcheck.testing.replay.PATIENCE_S", 0.01)
+    monkeypatch.setattr("coatcheck.testing.journals.PATIENCE_S", 0.01)
 
     replay = check_replay(version(waits_for_nothing), await record_at(answers=0))
 

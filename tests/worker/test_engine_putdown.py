@@ -626,7 +626,8 @@ async def _live_through(handler):
 async def test_run_leaves_nothing_to_the_garbage_collector(handler):
     """Circles would: with hundreds of runs in a second, looking for them costs more than running them."""
     await _live_through(handler)  # whatever is made once is made
-    gc.collect()
+    while gc.collect():  # a class that an earlier test made takes Python 3.13 a second round
+        pass
     gc.disable()
     try:
         await _live_through(handler)

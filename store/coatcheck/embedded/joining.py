@@ -1,4 +1,4 @@
-"""Joining the server of a directory: hold it, start it if nobody has, start it again if its supervisor is killed."""
+"""Joining the server of a directory: hold it, start it if it does not run, start it again if its supervisor died."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from coatcheck.embedded import locks
 from coatcheck.embedded.installs import VARIABLE
-from coatcheck.embedded.places import NAME, Places
+from coatcheck.embedded.places import NAME, Lock, Places, is_held, try_exclusive, try_shared
 from coatcheck.errors import EmbeddedUnavailable
 
-# A crash of the machine may leave a lot to recover; whoever waits can be interrupted.
+# A crash of the machine may leave a lot to recover; a process that waits can be interrupted.
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 90.0
 WATCH_INTERVAL_S = 1.0
@@ -58,7 +57,7 @@ class Server:
 
 def join(directory: Path) -> Server:
     """Return the server of `directory`, started if it does not run. It runs at least until `leave`, or until this
-    process ends, in whatever way. Blocks: about a second the first time. Raises EmbeddedUnavailable.
+    process ends, however it ends. Blocks: about a second the first time. Raises EmbeddedUnavailable.
     """
     places = Places.of(directory)
     with _guard:
@@ -90,11 +89,11 @@ def find_directory(start: Path | None = None) -> Path | None:
 
 def is_running(directory: Path) -> bool:
     """Tell whether a server of `directory` runs, or is about to, or has not quite stopped. Starts and makes nothing."""
-    return locks.is_held(Places.of(directory).supervisor_lock)
+    return is_held(Places.of(directory).supervisor_lock)
 
 
 def wait_stopped(directory: Path, *, within_s: float = STOP_LIMIT_S) -> bool:
-    """Wait until no server of `directory` runs; False if one still does. Who deletes the directory waits for that."""
+    """Wait until no server of `directory` runs; False if one still does. Call it before deleting the directory."""
     deadline = time.monotonic() + within_s
     while is_running(directory):
         if time.monotonic() > deadline:
@@ -111,7 +110,7 @@ class _Hold:
         self.count = 0
         self.entering = threading.Lock()
         self.watching: threading.Event | None = None
-        self._users: locks.Lock | None = None
+        self._users: Lock | None = None
 
     def enter(self) -> None:
         with self.entering:
@@ -159,10 +158,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _wait_for_users_lock(places: Places) -> locks.Lock:
-    """Hold the server. While one is being stopped, whoever stops it has this lock alone: then wait for the end."""
+def _wait_for_users_lock(places: Places) -> Lock:
+    """Hold the server. While one is being stopped, its supervisor has this lock alone: then wait for the end."""
     deadline = time.monotonic() + STOP_LIMIT_S
-    while (held := locks.try_shared(places.users_lock)) is None:
+    while (held := try_shared(places.users_lock)) is None:
         if time.monotonic() > deadline:
             raise EmbeddedUnavailable(
                 f"the Postgres in {places.home} has been stopping for {STOP_LIMIT_S:g} s; look at {places.log}"
@@ -175,8 +174,8 @@ def ensure_running(places: Places) -> None:
     """Return once the server accepts connections. The caller holds it. Raises EmbeddedUnavailable."""
     deadline = time.monotonic() + START_LIMIT_S
     while True:
-        # Whoever gets this lock is the one who starts: it goes over to the supervisor, and with that to the kernel.
-        lock = locks.try_exclusive(places.supervisor_lock)
+        # The process that gets this lock starts the server; the supervisor inherits the lock and holds it to its end.
+        lock = try_exclusive(places.supervisor_lock)
         if lock is not None:
             with lock:
                 _start_supervisor(places, lock)
@@ -190,7 +189,7 @@ def ensure_running(places: Places) -> None:
         time.sleep(_POLL_S)
 
 
-def _start_supervisor(places: Places, lock: locks.Lock) -> None:
+def _start_supervisor(places: Places, lock: Lock) -> None:
     """Return once the new supervisor says that its server is up; pass on what it says if it is not."""
     reader, writer = os.pipe()
     log = places.open_log()

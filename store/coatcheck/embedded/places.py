@@ -1,11 +1,15 @@
-"""What lies where under `.coatcheck/postgres/`, and what is kept about the server from one start to the next.
+"""What lies where under `.coatcheck/postgres/`: the locks, and what is kept about the server between two starts.
 
-users.lock        shared by every process that needs the server; whoever stops it holds it alone
+users.lock        shared by every process that needs the server; the supervisor that stops it holds it alone
 supervisor.lock   held alone by the supervisor, first by the process that starts it
 server.json       port, socket directory, version, pid of the supervisor; the first two are kept over restarts
 password          of the user `coatcheck`, readable by its owner only
 server.log        what the supervisor and Postgres say
 data/, run/       the cluster and its socket; as root they may lie behind the link `elsewhere`
+
+The locks are the kernel's (`flock`) and end with the process that holds them, however it ends. A lock belongs to an
+open file: it goes when the last descriptor of that file is closed, and the kernel closes them all when a process dies.
+Python's descriptors do not survive an exec, so no child holds a lock by accident.
 """
 
 from __future__ import annotations
@@ -13,27 +17,39 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import stat
+import struct
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from urllib.parse import quote
 
-from coatcheck.embedded import ping
 from coatcheck.errors import EmbeddedUnavailable
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 NAME = ".coatcheck"
 USER = DATABASE = "coatcheck"
-# The socket has this name whatever the TCP port is: a link to the real one. So its address never changes.
+# The socket has this name with every TCP port: a link to the real one. So its address never changes.
 SOCKET_PORT = 5432
 _LOG_LIMIT_BYTES = 8 << 20
 _TAIL_BYTES = 4096
 _OWN_LIMIT_BYTES = 64 << 10
 _LONGEST_PATH = 1000  # Postgres reserves 1024 bytes for a path, and adds to ours
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_PROTOCOL = 3 << 16
+_PING_TIMEOUT_S = 2.0
+_ASKS_FOR_PASSWORD = b"R"
+_LONGEST_ANSWER = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ServerState:
     """What `server.json` holds."""
 
     port: int
@@ -107,14 +123,14 @@ class Places:
             f"{self.directory} writable, or name another place: COATCHECK_STORE=embedded:///another/directory"
         )
 
-    def read_state(self) -> State | None:
+    def read_state(self) -> ServerState | None:
         """Return what is known of the server; None before its first start, or if the file is damaged."""
         try:
-            return State(**json.loads((self.home / "server.json").read_bytes()))
+            return ServerState(**json.loads((self.home / "server.json").read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: ServerState) -> None:
         if state != self.read_state():  # a full disk does not keep a server from starting again
             self._write("server.json", json.dumps(asdict(state), indent=2) + "\n")
 
@@ -141,7 +157,7 @@ class Places:
     def answers(self) -> bool:
         """Tell whether the server accepts connections."""
         state = self.read_state()
-        return state is not None and ping.answers(socket_path(state.socket), user=USER, database=DATABASE)
+        return state is not None and accepts_connections(socket_path(state.socket))
 
     def url(self) -> str:
         """The address over the Unix socket; it stays the same for as long as the directory does."""
@@ -155,7 +171,7 @@ class Places:
     def _login(self) -> str:
         return f"postgresql://{USER}:{quote(self.read_password() or '', safe='')}"
 
-    def _need_state(self) -> State:
+    def _need_state(self) -> ServerState:
         state = self.read_state()
         if state is None:
             raise EmbeddedUnavailable(f"{self.home / 'server.json'} cannot be read; was it deleted while in use?")
@@ -200,10 +216,6 @@ def _open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
-def socket_path(directory: str) -> Path:
-    return Path(directory) / f".s.PGSQL.{SOCKET_PORT}"
-
-
 def _check_owner(path: Path) -> None:
     """What another user can change is not ours to run a server from; least of all for root."""
     found = path.lstat()
@@ -214,3 +226,100 @@ def _check_owner(path: Path) -> None:
             f"{path} belongs to the user with uid {found.st_uid}, and this process runs as {os.geteuid()}; run it as "
             "that user, or name a directory of your own: COATCHECK_STORE=embedded:///another/directory"
         )
+
+
+# --- the server's socket ---
+
+
+def socket_path(directory: str) -> Path:
+    return Path(directory) / f".s.PGSQL.{SOCKET_PORT}"
+
+
+def accepts_connections(path: Path) -> bool:
+    """Tell whether the server behind a Unix socket accepts connections, the way `pg_isready` does: it asks who we are.
+
+    A server that is starting, recovering or stopping answers too, but with an error.
+    """
+    words = ["user", USER, "database", DATABASE, ""]
+    body = struct.pack("!I", _PROTOCOL) + b"".join(word.encode() + b"\0" for word in words)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_PING_TIMEOUT_S)
+        try:
+            connection.connect(str(path))
+            connection.sendall(struct.pack("!I", len(body) + 4) + body)
+            # All of it: a server that is left in the middle of a sentence writes that into its log.
+            return connection.recv(_LONGEST_ANSWER).startswith(_ASKS_FOR_PASSWORD)
+        except OSError:
+            return False
+
+
+# --- locks ---
+
+
+class Lock:
+    """A lock that is held until `release`, or until this process ends."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def is_at(self, path: Path) -> bool:
+        """Tell whether this is the lock that others meet there: a directory may be deleted, and made again."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), path.stat())
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Let go. Closing, not unlocking: a forked child that shares the lock keeps it."""
+        os.close(self.descriptor)
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+def try_shared(path: Path) -> Lock | None:
+    """Hold the lock together with others, or return None while a process has it alone. Makes the file if need be."""
+    return _try(path, os.O_RDWR | os.O_CREAT, is_shared=True)
+
+
+def try_exclusive(path: Path) -> Lock | None:
+    """Hold the lock alone, or return None while another process has it. Makes the file if need be."""
+    return _try(path, os.O_RDWR | os.O_CREAT, is_shared=False)
+
+
+def is_held(path: Path) -> bool:
+    """Tell whether a process has the lock alone. A file that is not there for us is not locked, and is not made."""
+    try:
+        probe = _try(path, os.O_RDONLY, is_shared=True)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # of another user: not for us to use
+        return False
+    if probe is None:
+        return True
+    probe.release()
+    return False
+
+
+def _try(path: Path, flags: int, *, is_shared: bool) -> Lock | None:
+    if fcntl is None:
+        raise EmbeddedUnavailable(
+            "the embedded Postgres needs file locks (flock), which this platform does not have; "
+            "set COATCHECK_STORE to the postgresql:// address of a server"
+        )
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        raise EmbeddedUnavailable(
+            f"the file system of {path.parent} has no file locks ({error.strerror}); "
+            "set COATCHECK_STORE=embedded:///another/directory on a local disk"
+        ) from error
+    return Lock(descriptor)

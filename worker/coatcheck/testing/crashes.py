@@ -13,32 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from coatcheck import points
 from coatcheck.errors import TaskFailed, UsageError
 from coatcheck.store import blobs
-from coatcheck.store.rows import TaskState
-from coatcheck.testing.crash_report import Crash, CrashReport, Difference
-from coatcheck.testing.errors import CrashesDiffer
-from coatcheck.testing.recording_store import Memory
-from coatcheck.testing.replicas import Replica
-from coatcheck.testing.separate_loop import Died, run_apart
-from coatcheck.testing.stage import Stage
-from coatcheck.testing.stage_clock import Pace
-from coatcheck.testing.stage_parts import Scene
-from coatcheck.testing.stage_tasks import Ticket
+from coatcheck.store.memory import MemoryStore
+from coatcheck.store.postgres.store import Store
+from coatcheck.store.rows import Kind, NewEntry, Put, PutDone, PutRefused, TaskState
+from coatcheck.testing.stage import Stage, Ticket
+from coatcheck.testing.stage_clock import StageClock
+from coatcheck.testing.stage_parts import Replica, StageScene
 from coatcheck.testing.stuck import explain
-from coatcheck.testing.virtual_time import current_part
+from coatcheck.testing.virtual_time import Died, current_part, run_apart
 from coatcheck.worker.app import App
 
-__all__ = ["Peers", "crash_at_every_checkpoint"]
+__all__ = ["Crash", "CrashReport", "CrashesDiffer", "Difference", "Peers", "crash_at_every_checkpoint"]
 
 Peers: TypeAlias = Mapping[str, Any] | Callable[[Stage], object]
 """What peers answer: a value or a function of the body by name; or a function that sets up a stage."""
@@ -82,6 +79,58 @@ def crash_at_every_checkpoint(
     return report
 
 
+class CrashesDiffer(AssertionError):
+    """A crash changed what a task came to. `report` holds all that was seen."""
+
+    def __init__(self, report: CrashReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+class StepMemory:
+    """What the steps of the first play came to, by key and in order."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self._entries: defaultdict[str, list[NewEntry]] = defaultdict(list)
+
+    def opening(self, scene: StageScene) -> Callable[..., Store]:
+        """A way to open stores that share this memory, for one play."""
+        counts: Counter[str] = Counter()
+
+        def open_store(_url: str, *, pool_size: int = 0, **options: Any) -> Store:
+            return _RememberingStore(self, counts, scene=scene, **options)
+
+        return open_store
+
+    def learn(self, entry: NewEntry) -> None:
+        if not self.is_full:
+            self._entries[entry.key].append(entry)
+
+    def recall(self, entry: NewEntry, number: int) -> NewEntry:
+        """The entry as it was the first time, if this is the same work."""
+        known = self._entries[entry.key][number : number + 1] if self.is_full else []
+        return next((each for each in known if each.digest == entry.digest), entry)
+
+
+class _RememberingStore(MemoryStore):
+    def __init__(self, memory: StepMemory, counts: Counter[str], *, scene: StageScene, **options: Any) -> None:
+        super().__init__(scene.tables, **options)
+        self._memory = memory
+        self._counts = counts
+
+    async def put(self, put: Put) -> PutDone | PutRefused:
+        steps = [entry for entry in put.changes.entries if entry.kind is Kind.STEP]
+        known = {entry.key: self._memory.recall(entry, self._counts[entry.key]) for entry in steps}
+        entries = tuple(known.get(entry.key, entry) for entry in put.changes.entries)
+        done = await super().put(replace(put, changes=replace(put.changes, entries=entries)))
+        if isinstance(done, PutDone):
+            for entry in steps:
+                self._counts[entry.key] += 1
+                self._memory.learn(entry)
+        return done
+
+
 @dataclass(slots=True)
 class Play:
     """What one play came to."""
@@ -106,7 +155,7 @@ class _Plays:
     apps: Sequence[App]
     compare: Callable[[Any], Any]
     settings: dict[str, Any]
-    memory: Memory = field(default_factory=Memory)
+    memory: StepMemory = field(default_factory=StepMemory)
 
     def run(self) -> CrashReport:
         first = run_apart(partial(self._play, None))
@@ -131,7 +180,7 @@ class _Plays:
         )
 
     def _try_without_crash(self, first: Play) -> list[Difference]:
-        """Whether the handler agrees with itself, before anybody dies."""
+        """Whether the handler agrees with itself, before a replica dies."""
         if first.state is TaskState.HELD:
             return [Difference(None, "the handler does not fit its own journal", "it ran up to a wait", first.outcome)]
         if not first.state.is_final:
@@ -164,12 +213,12 @@ class _Plays:
             for other in self.apps:
                 await stage.run(other)
             victim = await stage.run(self.app, **self.settings)
-            watch = Watch(scene, victim, crash)
+            watch = CrashWatch(scene, victim, crash)
             points.arm(watch)
             return await self._perform(stage, watch)
         finally:
             points.arm(None)
-            # Before the stage lets go of the loop: a thread that ends must not wake whoever died waiting for it.
+            # Before the stage lets go of the loop: a thread that ends must not wake a run that died waiting for it.
             await asyncio.get_running_loop().shutdown_default_executor()
             await stage.close()
             _bury()
@@ -181,7 +230,7 @@ class _Plays:
             for name, value in self.peers.items():
                 stage.peer(name).replies(value)
 
-    async def _perform(self, stage: Stage, watch: Watch) -> Play:
+    async def _perform(self, stage: Stage, watch: CrashWatch) -> Play:
         scene = stage.scene
         ticket = await stage.submit(self.app.service, self.body, task=self.task, identity=IDENTITY)
         is_replaced = False
@@ -190,14 +239,14 @@ class _Plays:
             if watch.has_died and not is_replaced:
                 is_replaced = True
                 await stage.run(self.app, **self.settings)
-            elif ticket.is_done or ticket.state is TaskState.HELD or not await scene.pace.skip():
+            elif ticket.is_done or ticket.state is TaskState.HELD or not await scene.clock.skip():
                 break
         state, outcome = await _outcome_of(ticket, scene)
         asked = {name: [_pretty(body) for body in peer.asked] for name, peer in scene.peers.items()}
         return Play(state, outcome, ticket.checkpoints, asked, watch.steps, watch.points, watch.has_died)
 
 
-async def _outcome_of(ticket: Ticket, scene: Scene) -> tuple[TaskState, Any]:
+async def _outcome_of(ticket: Ticket, scene: StageScene) -> tuple[TaskState, Any]:
     if not ticket.is_done:
         return ticket.state or TaskState.RUNNING, explain(scene, ticket.task_id, ticket.service)
     try:
@@ -207,14 +256,14 @@ async def _outcome_of(ticket: Ticket, scene: Scene) -> tuple[TaskState, Any]:
         return ticket.state or TaskState.FAILED, told
 
 
-class Watch:
+class CrashWatch:
     """Told of every point of the protocol; ends the victim at one of them."""
 
-    def __init__(self, scene: Scene, victim: Replica, crash: Crash | None) -> None:
+    def __init__(self, scene: StageScene, victim: Replica, crash: Crash | None) -> None:
         self.points: list[Crash] = []
         self.steps: Counter[str] = Counter()
         self.has_died = False
-        self._pace: Pace = scene.pace
+        self._clock: StageClock = scene.clock
         self._victim = victim
         self._crash = crash
         self._counts: Counter[str] = Counter()
@@ -235,7 +284,7 @@ class Watch:
 
     def _count_step(self) -> None:
         current = asyncio.current_task()
-        runs = [live.run for live in self._pace.lives() if live.run is not None]
+        runs = [live.run for live in self._clock.lives() if live.run is not None]
         self.steps.update(key for run in runs for key, task in run.steps_in_flight.items() if task is current)
 
 
@@ -254,3 +303,81 @@ def _pretty(value: Any) -> str:
         return blobs.canonical(value).decode()
     except (TypeError, UnicodeDecodeError):
         return repr(value)
+
+
+# --- what was seen, in words ---
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Crash:
+    """Where the replica died: the point, and how many times it had come there."""
+
+    point: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.point}:{self.number} ({points.POINTS[self.point]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A play that came to something else than the first one."""
+
+    crash: Crash | None
+    """None: no replica died, and the handler came to something else all the same."""
+    what: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        where = "without any crash, the second time" if self.crash is None else f"killed at {self.crash}"
+        return "\n".join(
+            [
+                f"{where}: {self.what}",
+                "  the first time, without a crash:",
+                *_indented(self.expected),
+                "  this time:",
+                *_indented(self.found),
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CrashReport:
+    """What was seen of a handler that was killed at each of its checkpoints."""
+
+    handler: str
+    result: Any
+    """The result without a crash; None if the task did not end well."""
+    checkpoints: int
+    """How many commits the task needs without a crash."""
+    crashes: tuple[Crash, ...]
+    steps: Mapping[str, int]
+    """How often each step ran without a crash, by key."""
+    repeated: Mapping[str, int]
+    """Steps that ran more often in a play with a crash, and how often at most: their effects must bear it."""
+    differences: tuple[Difference, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.handler}: {self.checkpoints} checkpoints, killed {len(self.crashes)} times, "
+            + (f"{len(self.differences)} differences" if self.differences else "the same end every time")
+        ]
+        if self.repeated:
+            told = ", ".join(f"{key} ({count} times)" for key, count in self.repeated.items())
+            lines.append(f"steps that ran again, cut off before they were recorded: {told}")
+        for difference in self.differences:
+            lines += ["", str(difference)]
+        if self.differences:
+            lines += ["", _ADVICE]
+        return "\n".join(lines)
+
+
+_ADVICE = (
+    "A handler runs again from the top at every resume. What is not the same each time belongs in `ctx.step`, or "
+    "is asked of `ctx.now()`, `ctx.random()`, `ctx.uuid(name)`."
+)
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.splitlines() or [""]]

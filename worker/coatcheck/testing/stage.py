@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
@@ -10,16 +11,19 @@ from typing import Any, Self
 from coatcheck.broker.bodies import parse_body
 from coatcheck.broker.headers import DETAIL, QUEUE, REASON
 from coatcheck.broker.port import Message
-from coatcheck.errors import MalformedMessage, UsageError
-from coatcheck.store.rows import Task
-from coatcheck.testing.peers import Peer
-from coatcheck.testing.replicas import Replica
-from coatcheck.testing.scripts import seconds_of
-from coatcheck.testing.stage_parts import Scene
-from coatcheck.testing.stage_tasks import Ticket
+from coatcheck.broker.wire import Progress
+from coatcheck.errors import MalformedMessage, TaskFailed, UsageError
+from coatcheck.store import blobs
+from coatcheck.store.memory.queries import task_lines
+from coatcheck.store.rows import CallState, Kind, Task, TaskId, TaskState
+from coatcheck.store.views import Line
+from coatcheck.testing.peers import Peer, seconds_of
+from coatcheck.testing.stage_parts import Replica, StageScene
+from coatcheck.testing.stuck import Stuck, explain
+from coatcheck.worker import client
 from coatcheck.worker.app import App
 
-__all__ = ["FIRST_DAY", "DeadLetter", "Stage"]
+__all__ = ["FIRST_DAY", "DeadLetter", "Entry", "Stage", "Ticket"]
 
 FIRST_DAY = datetime(2030, 1, 1, tzinfo=UTC)
 """When a stage begins unless told otherwise: the same for every test, so that results with dates can be compared."""
@@ -27,7 +31,7 @@ FIRST_DAY = datetime(2030, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that nobody could take: the queue it was on, and why it is here."""
+    """A message that no app could take: the queue it was on, and why it is here."""
 
     queue: str
     reason: str
@@ -49,7 +53,7 @@ class Stage:
     """
 
     def __init__(self, *, now: datetime = FIRST_DAY) -> None:
-        self._scene = Scene(_checked(now))
+        self._scene = StageScene(_checked(now))
 
     async def __aenter__(self) -> Self:
         await self._scene.begin()
@@ -65,7 +69,7 @@ class Stage:
         await self._scene.close()
 
     @property
-    def scene(self) -> Scene:
+    def scene(self) -> StageScene:
         """What stands behind it: for the kit's own use."""
         return self._scene
 
@@ -96,7 +100,7 @@ class Stage:
         if not isinstance(app, App):
             raise UsageError(f"run() needs an App, got {app!r}")
         replica = await self._scene.start(app, settings)
-        await self._scene.pace.rest()
+        await self._scene.clock.rest()
         return replica
 
     # --- playing ---
@@ -118,7 +122,7 @@ class Stage:
             raise UsageError(f"there is no service {service!r} on this stage; run its app first: await stage.run(app)")
         asking = self._scene.client.submit(service, body, task=task, identity=identity, token=token)
         ticket = Ticket(await self._scene.spawn(asking), self._scene)
-        await self._scene.pace.rest()
+        await self._scene.clock.rest()
         return ticket
 
     async def settle(self) -> None:
@@ -127,7 +131,7 @@ class Stage:
         Raises NotFaked if a peer was asked and nothing says what it answers.
         """
         await self._scene.begin()
-        await self._scene.pace.rest()
+        await self._scene.clock.rest()
         self._scene.check()
 
     async def advance(
@@ -145,7 +149,7 @@ class Stage:
         """
         length_s = seconds_of(delay, days=days, hours=hours, minutes=minutes, seconds=seconds)
         await self.settle()
-        await self._scene.pace.advance(length_s)
+        await self._scene.clock.advance(length_s)
         self._scene.check()
 
     # --- looking ---
@@ -176,3 +180,119 @@ def _checked(now: datetime) -> datetime:
     if now.tzinfo is None:
         raise UsageError(f"{now!r} has no time zone; write datetime(..., tzinfo=UTC)")
     return now
+
+
+# --- a task on a stage, as the test sees it ---
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a task's journal: a step, a call, a timer, a message sent, or a note such as `ctx.now()`."""
+
+    key: str
+    kind: Kind
+    name: str
+    state: CallState
+    value: Any
+    """The result, or the problem of a failure; None while it is open."""
+
+
+class Ticket:
+    """What a test keeps of a task it submitted."""
+
+    def __init__(self, submitted: client.Ticket, scene: StageScene) -> None:
+        self.progress: list[Progress] = []
+        """What the task told of its progress so far."""
+        self._submitted = submitted
+        self._scene = scene
+        self._outcome = scene.spawn(submitted.result())
+        scene.spawn(self._follow())
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.service!r}, {str(self.task_id)!r}, {self.state or 'no row'})"
+
+    @property
+    def task_id(self) -> TaskId:
+        return self._submitted.task_id
+
+    @property
+    def service(self) -> str:
+        return self._submitted.service
+
+    async def result(self, timeout: float | timedelta | None = None) -> Any:
+        """The task's result. Raises TaskFailed, TaskCancelled; NotFaked; or Stuck, which says what it waits for.
+
+        Time stands still meanwhile, unless it may pass: with a `timeout`, as far as the result needs and no further.
+        """
+        clock = self._scene.clock
+        await clock.rest()
+        self._scene.check()
+        if timeout is not None:
+            await clock.advance(seconds_of(timeout), until=self._outcome.done)
+            self._scene.check()
+        if not self._outcome.done():
+            raise Stuck(explain(self._scene, self.task_id, self.service))
+        return self._result()
+
+    async def cancel(self, reason: str | None = None) -> None:
+        """Ask for the task to be cancelled, and let everything come to rest."""
+        await self._scene.spawn(self._submitted.cancel(reason))
+        await self._scene.clock.rest()
+        self._scene.check()
+
+    # --- looking ---
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the final reply has come."""
+        return self._outcome.done()
+
+    @property
+    def state(self) -> TaskState | None:
+        """`"parked"`, `"done"` and so on; None for a task that no row knows: it has not waited so far."""
+        row = self._scene.tables.tasks.get(self.task_id)
+        return None if row is None else row.task.state
+
+    @property
+    def checkpoints(self) -> int:
+        """How often something was committed for the task."""
+        row = self._scene.tables.tasks.get(self.task_id)
+        return 0 if row is None else row.task.checkpoint
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt of the task this is, from 1."""
+        row = self._scene.tables.tasks.get(self.task_id)
+        return 1 if row is None else row.task.attempt
+
+    @property
+    def journal(self) -> list[Entry]:
+        """What the task has learned, in the order in which it ended; what is open stands last."""
+        return [_entry(line) for line in task_lines(self._scene.tables, self.task_id)]
+
+    @property
+    def waits_for(self) -> list[str]:
+        """The keys it waits for: open calls and sleeps."""
+        return [entry.key for entry in self.journal if entry.state is CallState.OPEN and entry.kind is not Kind.SEND]
+
+    # --- inside ---
+
+    @property
+    def scene(self) -> StageScene:
+        return self._scene
+
+    async def _follow(self) -> None:
+        async for progress in self._submitted.progress():
+            self.progress.append(progress)
+
+    def _result(self) -> Any:
+        error = asyncio.CancelledError() if self._outcome.cancelled() else self._outcome.exception()
+        row = self._scene.tables.tasks.get(self.task_id)
+        if isinstance(error, TaskFailed) and row is not None and row.task.traceback and not hasattr(error, "__notes__"):
+            error.add_note(f"The handler's own traceback:\n{row.task.traceback}")
+        return self._outcome.result()
+
+
+def _entry(line: Line) -> Entry:
+    value = None if line.value is None or line.kind is Kind.TIMER else blobs.decode(line.value)
+    return Entry(line.key, line.kind, line.name, line.state, value)

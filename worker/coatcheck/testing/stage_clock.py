@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from coatcheck.errors import UsageError
 from coatcheck.store.memory import MemoryStore, Tables
 from coatcheck.store.memory.sweeps import next_look
-from coatcheck.testing.errors import Stuck
-from coatcheck.testing.stuck import explain_held
+from coatcheck.testing.stuck import Stuck, explain_held
 from coatcheck.testing.virtual_time import Time, Timer
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.run import Run
@@ -31,7 +30,7 @@ from coatcheck.worker.settings import Settings
 from coatcheck.worker.sweeper import Sweeper, retention_of
 
 if TYPE_CHECKING:
-    from coatcheck.testing.replicas import Replica
+    from coatcheck.testing.stage_parts import Replica
 
 QUIET_PASSES = 3
 """Passes of the loop in which nothing of the stage was scheduled."""
@@ -50,7 +49,7 @@ MOST_LEFT = 1000
 """How many timers ring when a stage is closed, before what sets new ones for ever is left alone."""
 
 
-class Pace:
+class StageClock:
     """Lets one stage come to rest, and its time pass."""
 
     def __init__(self, time: Time, tables: Tables, *, replicas: Sequence[Replica]) -> None:
@@ -205,7 +204,7 @@ class Pace:
         return True
 
     async def run_out(self) -> None:
-        """Let every timer ring that is left: nobody moves the clock afterwards, and somebody may wait for one."""
+        """Let every timer ring that is left: the clock does not move afterwards, and a task may wait for one."""
         for _ in range(MOST_LEFT):
             await self.quiet()
             timers = self._time.pending()

@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from coatcheck.broker.headers import KEY
-from coatcheck.broker.memory import MemoryServer, _servers
+from coatcheck.broker.memory import MemoryBroker, MemoryServer, _servers
 from coatcheck.broker.port import Message, Outgoing, Routing
 from coatcheck.errors import CoatcheckError, UsageError
 from coatcheck.store.memory import MemoryStore, Tables
 from coatcheck.store.postgres.store import Store
-from coatcheck.testing.errors import NotFaked
-from coatcheck.testing.peers import Peer
-from coatcheck.testing.replicas import Replica
-from coatcheck.testing.stage_clock import Pace
-from coatcheck.testing.virtual_time import Part, Time, unwrap, wrap
+from coatcheck.testing.peers import NotFaked, Peer
+from coatcheck.testing.stage_clock import StageClock
+from coatcheck.testing.virtual_time import StagePart, Time, unwrap, wrap
 from coatcheck.worker.app import App
 from coatcheck.worker.client import Client
 from coatcheck.worker.settings import Checkpointing, Settings
 from coatcheck.worker.sweeper import Sweeper
 from coatcheck.worker.worker import Worker
 
-__all__ = ["Scene"]
+__all__ = ["Replica", "StageScene"]
 
 T = TypeVar("T")
 
@@ -35,7 +33,7 @@ _NOT_PEERS = ("coatcheck.", "amq.")
 _QUEUES_OF_SERVICES = (".replies", ".control", ".dead")
 
 
-class Scene:
+class StageScene:
     """Broker and store in memory, a sweeper, a client, replicas and peers, and the time they live in."""
 
     def __init__(self, now: datetime) -> None:
@@ -43,14 +41,14 @@ class Scene:
         self.tables = Tables(self.time.now)
         self.peers: dict[str, Peer] = {}
         self.replicas: list[Replica] = []
-        self.pace = Pace(self.time, self.tables, replicas=self.replicas)
+        self.clock = StageClock(self.time, self.tables, replicas=self.replicas)
         self.server = _Server(self)
         self.open_store: Callable[..., Store] = self.open_memory
         self._url = f"memory://{uuid.uuid4()}"
         _servers[self._url] = self.server
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task_factory: Any = None
-        self._part = Part(self.time)
+        self._part = StagePart(self.time)
         self._client: Client | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._keeper: asyncio.Task[None] | None = None
@@ -85,8 +83,8 @@ class Scene:
         self._keeper = loop.create_task(self._keep(), name="coatcheck-stage")
         settings = self._settings(None, {})
         self._client = Client(settings, open_store=self.open_store)
-        self.pace.sweeper = sweeper = Sweeper(settings, name="sweeper", open_store=self.open_store)
-        sweeping = self.spawn(sweeper.run(), part=Part(self.time, is_lazy=True))
+        self.clock.sweeper = sweeper = Sweeper(settings, name="sweeper", open_store=self.open_store)
+        sweeping = self.spawn(sweeper.run(), part=StagePart(self.time, is_lazy=True))
         while not sweeper.is_ready:
             if sweeping.done():
                 sweeping.result()
@@ -123,21 +121,21 @@ class Scene:
             for replica in living:
                 replica.worker.stop()
             await self._finish(*(replica.running for replica in living))
-            if self.pace.sweeper is not None:
-                self.pace.sweeper.stop()
+            if self.clock.sweeper is not None:
+                self.clock.sweeper.stop()
             self.spawn(self.client.close())
             dead = {replica.running for replica in self.replicas if replica.part.is_dead}
             await self._finish(*(task for task in self._tasks if task not in dead))
-            await self.pace.run_out()
+            await self.clock.run_out()
         finally:
             unwrap(self._loop)
             self._loop.set_task_factory(self._task_factory)
 
     async def _finish(self, *tasks: asyncio.Task[Any]) -> None:
-        if not await self.pace.finish(*tasks):
+        if not await self.clock.finish(*tasks):
             for task in tasks:
                 task.cancel()
-            await self.pace.finish(*tasks)
+            await self.clock.finish(*tasks)
 
     # --- replicas ---
 
@@ -148,8 +146,8 @@ class Scene:
         await self.begin()
         name = f"{app.service}-{next(self._numbers)}"
         worker = Worker(app, self._settings(app, settings), name=name, open_store=self.open_store)
-        part = Part(self.time)
-        replica = Replica(worker, part=part, running=self.spawn(worker.run(), part=part), finish=self.pace.finish)
+        part = StagePart(self.time)
+        replica = Replica(worker, part=part, running=self.spawn(worker.run(), part=part), finish=self.clock.finish)
         self.replicas.append(replica)
         await replica.start()
         return replica
@@ -172,7 +170,7 @@ class Scene:
 
     # --- what the others need ---
 
-    def spawn(self, work: Coroutine[Any, Any, T], *, part: Part | None = None) -> asyncio.Task[T]:
+    def spawn(self, work: Coroutine[Any, Any, T], *, part: StagePart | None = None) -> asyncio.Task[T]:
         """Do something as a part of the stage, in its time."""
         assert self._loop is not None
         task = self._loop.create_task(work, context=(part or self._part).context())
@@ -212,10 +210,59 @@ class Scene:
                 raise NotFaked(_not_faked(peer))
 
 
+class Replica:
+    """One replica of an app on a stage."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        part: StagePart,
+        running: asyncio.Task[None],
+        finish: Callable[[asyncio.Task[None]], Awaitable[bool]],
+    ) -> None:
+        self.worker = worker
+        self.part = part
+        self.running = running
+        self._finish = finish
+
+    def __repr__(self) -> str:
+        return f"Replica({self.worker.name!r})"
+
+    @property
+    def app(self) -> App:
+        return self.worker.app
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was stopped or killed, or has ended by itself."""
+        return self.part.is_dead or self.running.done()
+
+    async def start(self) -> None:
+        """Return when it consumes. Raises what kept it from starting."""
+        while not self.worker.is_ready:
+            if self.running.done():
+                self.running.result()
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        """Stop as on a deploy: runs are finished or put down, and what is parked waits for another replica."""
+        if not self.is_gone:
+            self.worker.stop()
+            await self._finish(self.running)
+
+    def kill(self) -> None:
+        """Die, as by `kill -9`: nothing of it runs any more, and the broker has its unacked messages back."""
+        broker = self.worker._broker  # noqa: SLF001 - no method of the worker is a death
+        assert isinstance(broker, MemoryBroker)
+        self.part.is_dead = True
+        broker.go_dark()
+
+
 class _Server(MemoryServer):
     """The broker in memory, on which every queue that is no app's belongs to a fake peer."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: StageScene) -> None:
         super().__init__()
         self.is_sorting = False
         """Whether calls made together reach the peers in the order of their keys, however often they are sent."""
@@ -266,4 +313,4 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
-        task.exception()  # whoever cares asks the task itself
+        task.exception()  # the code that cares asks the task itself

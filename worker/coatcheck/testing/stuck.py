@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from coatcheck.errors import UsageError
 from coatcheck.store import blobs
 from coatcheck.store.memory.tables import CallRow, TaskRow
 from coatcheck.store.rows import Kind, TaskId, TaskState
@@ -13,17 +14,21 @@ from coatcheck.worker.engine import classify
 from coatcheck.worker.live_runs import Live
 
 if TYPE_CHECKING:
-    from coatcheck.testing.stage_parts import Scene
+    from coatcheck.testing.stage_parts import StageScene
 
-__all__ = ["explain", "explain_held"]
+__all__ = ["Stuck", "explain", "explain_held"]
 
 _UNITS = (("days", timedelta(days=1)), ("hours", timedelta(hours=1)), ("minutes", timedelta(minutes=1)))
 
 
-def explain(scene: Scene, task_id: TaskId, service: str) -> str:
+class Stuck(UsageError, TimeoutError):
+    """A result is not there and nothing will bring it, unless time passes or the test does something."""
+
+
+def explain(scene: StageScene, task_id: TaskId, service: str) -> str:
     """Say what a task waits for, and what would move it."""
     row = scene.tables.tasks.get(task_id)
-    live = next((each for each in scene.pace.lives() if each.task_id == task_id), None)
+    live = next((each for each in scene.clock.lives() if each.task_id == task_id), None)
     name = f"task {str(task_id)[:8]} of {service}"
     if live is not None and (row is None or row.task.state is TaskState.RUNNING):
         return _in_ram(name, live)
@@ -47,7 +52,7 @@ def explain(scene: Scene, task_id: TaskId, service: str) -> str:
             return f"{name} is {state}, and its final reply has not come"
 
 
-def _wait(scene: Scene, call: CallRow) -> str:
+def _wait(scene: StageScene, call: CallRow) -> str:
     due = "" if call.due_at is None else advice(call.due_at - scene.time.now())
     if call.new.kind is Kind.TIMER:
         return f"the end of its {'timeout' if call.new.name == '@timeout' else 'sleep'} {call.new.key!r}: {due}"
@@ -68,7 +73,7 @@ def advice(delay: timedelta) -> str:
     return f"with `await stage.advance(seconds={delay.total_seconds():.10g})`"
 
 
-def _advice(scene: Scene, row: TaskRow) -> str:
+def _advice(scene: StageScene, row: TaskRow) -> str:
     assert row.task.due_at is not None
     return advice(row.task.due_at - scene.time.now())
 

@@ -1,8 +1,8 @@
 """A clock of the kit's own on the test's event loop.
 
-Everything that belongs to a stage runs in a context that names its `Part`. While a stage is open, a few methods of the
-loop are wrapped: in such a context `time` shows the stage's time, timers go to the stage instead of the loop, and each
-callback is counted, so that it can be told whether anything of the stage is under way. Whatever else runs on the loop
+Everything that belongs to a stage runs in a context that names its `StagePart`. While a stage is open, a few methods of
+the loop are wrapped: in such a context `time` shows the stage's time, timers go to the stage instead of the loop, and
+each callback is counted, so that it can be told whether anything of the stage is under way. What else runs on the loop
 (the test itself, its fixtures, a server it talks to) reaches the loop's own methods, as before.
 """
 
@@ -11,19 +11,22 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from coatcheck.worker.engine.timers import Timers
 
+T = TypeVar("T")
+
 _WRAPPED = ("call_at", "call_later", "call_soon", "call_soon_threadsafe", "run_in_executor", "time")
 _SLEEP: object = getattr(asyncio.futures, "_set_result_unless_cancelled", None)
 REPORTS = frozenset({"deadlock", "held_long"})
-"""Timers of a run that only say something: nobody waits for them."""
+"""Timers of a run that only say something: no task waits for them."""
 _BACKGROUND = frozenset({"Leases.run", "Marks.run", "SweeperWatch.run"})
 """Loops of a worker that look after things now and then: they are in no hurry when time is skipped."""
 
@@ -104,7 +107,7 @@ class Timer(asyncio.TimerHandle):
         *,
         loop: asyncio.AbstractEventLoop,
         context: Context,
-        part: Part,
+        part: StagePart,
     ) -> None:
         super().__init__(when, callback, args, loop, context)
         self._callback: Callable[..., Any]
@@ -114,13 +117,13 @@ class Timer(asyncio.TimerHandle):
         self._part = part
         is_of_run = isinstance(getattr(callback, "__self__", None), Timers) and args[0] not in REPORTS
         self.is_sleep = callback is _SLEEP or is_of_run
-        """Whether somebody sits in `asyncio.sleep` and nothing else wakes it, or a run is about to look again."""
+        """Whether a task sits in `asyncio.sleep` and nothing else wakes it, or a run is about to look again."""
         self.is_lazy = part.is_lazy or _is_background(loop)
-        """Whether it may ring late: at the next time that matters to somebody else."""
+        """Whether it may ring late: at the next time that matters to another part."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it will never do anything: it was cancelled, or whoever set it is dead."""
+        """Whether it will never do anything: it was cancelled, or the part that set it is dead."""
         return self.cancelled() or self._part.is_dead
 
     def cancel(self) -> None:
@@ -143,8 +146,8 @@ def _is_background(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class Part:
-    """Somebody on a stage: a replica, the sweeper, the peers. A dead one never moves again, and leaves no word."""
+class StagePart:
+    """A part of a stage: a replica, the sweeper, or the client with the peers. A dead one never runs again."""
 
     time: Time
     is_lazy: bool = False
@@ -157,10 +160,10 @@ class Part:
         return context
 
 
-current_part: ContextVar[Part | None] = ContextVar("coatcheck_stage_part", default=None)
+current_part: ContextVar[StagePart | None] = ContextVar("coatcheck_stage_part", default=None)
 
 
-def _part_of(context: Context | None) -> Part | None:
+def _part_of(context: Context | None) -> StagePart | None:
     return current_part.get() if context is None else context.get(current_part)
 
 
@@ -227,7 +230,7 @@ class _Wrapping:
         part = current_part.get()
         if part is not None:
             part.time.thread_count += 1
-            # In a context of its own: the end of a thread counts, even if whoever waited for it is dead by then.
+            # In a context of its own: the end of a thread counts, even if the part that waited for it is dead by then.
             future.add_done_callback(lambda _: part.time.end_thread(), context=Context())
         return future
 
@@ -248,3 +251,38 @@ def unwrap(loop: asyncio.AbstractEventLoop) -> None:
     if not wrapping.stage_count:
         del _wrapped[loop]
         wrapping.undo()
+
+
+# --- a loop of its own ---
+
+
+class Died(BaseException):
+    """Raised inside a replica at the moment it dies; nothing it does afterwards has an effect."""
+
+
+def run_apart(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine on a fresh event loop and return its result.
+
+    Where a loop runs already it happens in a thread, and the caller waits: two loops do not fit into one thread.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(make)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(copy_context().run, _run, make).result()
+
+
+def _run(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    # Not asyncio.run: at its end it would wake what has died, so that it could clean up.
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(_ignore_the_dead)
+    try:
+        return loop.run_until_complete(make())
+    finally:
+        loop.close()
+
+
+def _ignore_the_dead(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if not isinstance(context.get("exception"), Died):
+        loop.default_exception_handler(context)
