@@ -19,8 +19,8 @@ from coatcheck.cli import deaths
 from coatcheck.cli.deaths import Deaths, describe_end
 from coatcheck.cli.dev import make_environ
 from coatcheck.cli.dev_crew import Crew, names_of
-from coatcheck.cli.dev_lines import Screen
-from coatcheck.cli.dev_probe import Broken, Offer, probe
+from coatcheck.cli.dev_screen import Screen
+from coatcheck.cli.dev_sources import Broken, Offer, probe
 from coatcheck.cli.new import make_pages, write
 from coatcheck.embedded import wait_stopped
 from coatcheck.worker.settings import Checkpointing, LogLevel, Settings

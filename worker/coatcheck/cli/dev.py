@@ -19,11 +19,9 @@ import click
 from rich.text import Text
 
 from coatcheck.broker import connect
-from coatcheck.cli.dev_banner import make_banner
 from coatcheck.cli.dev_crew import Crew
-from coatcheck.cli.dev_lines import Screen
-from coatcheck.cli.dev_probe import Broken, Offer, probe
-from coatcheck.cli.dev_sources import find_root, look, no_watcher, watch
+from coatcheck.cli.dev_screen import Screen, make_banner
+from coatcheck.cli.dev_sources import Broken, Offer, find_root, look, no_watcher, probe, watch
 from coatcheck.cli.options import CONNECT_BUDGET, connections, load_settings
 from coatcheck.embedded import find_directory, is_running, join
 from coatcheck.errors import StoreUnavailable

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from coatcheck.cli.dev_lines import Screen
 from coatcheck.cli.dev_members import Bond, Member
-from coatcheck.cli.dev_probe import Offer
+from coatcheck.cli.dev_screen import Screen
+from coatcheck.cli.dev_sources import Offer
 from coatcheck.worker.settings import Checkpointing, Settings
 
 SWEEPER = "sweeper"

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from coatcheck.cli.deaths import Deaths, describe_end
-from coatcheck.cli.dev_lines import STARTED, Screen, read_line
+from coatcheck.cli.dev_screen import STARTED, Screen, read_line
 
 START_PATIENCE_S = 20.0
 """How long a reload waits for a replica to start before it goes on with the next."""

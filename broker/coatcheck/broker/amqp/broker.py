@@ -23,8 +23,8 @@ from aiormq.exceptions import (
 )
 
 from coatcheck.broker import topology
-from coatcheck.broker.amqp.address import AmqpAddress
 from coatcheck.broker.amqp import existing_queues as existing
+from coatcheck.broker.amqp.address import AmqpAddress
 from coatcheck.broker.amqp.connection import DRIVER_ERRORS, Uplink, genuine, translating
 from coatcheck.broker.amqp.consume_channel import Session
 from coatcheck.broker.amqp.consumer import AmqpConsumer
