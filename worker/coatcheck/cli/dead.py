@@ -430,7 +430,7 @@ async def drop_letters(broker: Broker, letters: Sequence[Letter]) -> list[str | 
 
 
 def read_letter(message: Message, service: str = "") -> Letter:
-    """Read a dead letter; whatever it does not say is empty."""
+    """Read a dead letter; what it does not say is empty."""
     return Letter(
         letter_id=message.message_id or f"sha-{_digest(message)}",
         message=message,

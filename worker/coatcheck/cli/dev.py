@@ -43,7 +43,7 @@ GRACE = timedelta(seconds=3)
 MOST_COUNTED = 1_000
 SWEEPER = "sweeper"
 ALONE = ("--processes", "1")
-"""The replicas are ours to look after, whatever the environment or an App says about processes."""
+"""The replicas are ours to look after, also if the environment or an App asks for processes."""
 KILL_SLACK_S = 4.0
 """What a process may need beyond its grace time to write its last acks and leave."""
 

@@ -69,7 +69,7 @@ class Said:
 
 
 def read_line(raw: bytes) -> Said:
-    """Read a line of output. Whatever it is, it is something to show."""
+    """Read a line of output: a log event, or a text to show as it is."""
     text = raw.decode("utf-8", "replace").rstrip("\r\n")
     try:
         found = msgspec.json.decode(raw) if text.startswith("{") else None

@@ -371,7 +371,7 @@ async def check_sweeper(broker: Broker, queue: str, *, unfinished_count: int) ->
 
 
 def judge_sweeper(facts: QueueFacts, *, unfinished_count: int) -> Finding:
-    """Nobody needs a sweeper before the first task waits; after that timeouts depend on one."""
+    """No sweeper is needed before the first task waits; after that timeouts depend on one."""
     if not facts.consumer_count:
         status = Status.FAIL if unfinished_count else Status.WARN
         state = "no sweeper runs" if facts.exists else "no sweeper ever ran on this broker"

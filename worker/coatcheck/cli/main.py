@@ -1,4 +1,4 @@
-"""The group all commands hang on, and what happens to whatever they raise."""
+"""The group all commands hang on, and what happens to what they raise."""
 
 from __future__ import annotations
 

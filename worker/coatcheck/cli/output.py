@@ -122,7 +122,7 @@ def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def _cell(text: str) -> str:
-    """One line, whatever the text: no cell looks like a next row."""
+    """A text as one line: no cell looks like a next row."""
     return " ".join(clean(text).split())
 
 
@@ -198,7 +198,7 @@ def _encode_foreign(value: Any) -> Any:
     return clean(str(value))
 
 
-# --- stored and travelling bodies: never an exception, whatever the bytes ---
+# --- stored and travelling bodies, of any bytes, read without an exception ---
 
 
 @dataclass(frozen=True, slots=True)

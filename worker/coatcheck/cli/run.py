@@ -288,7 +288,7 @@ def settle_in() -> None:
 
     What was imported stays, so the collector need not look at it. Most runs leave no knots behind; one that fails may,
     with all that its handler held: so it looks when as much has piled up as some hundred runs are made of. From here on
-    nobody configures the logs again.
+    the logs are not configured again.
     """
     gc.collect()
     gc.freeze()
