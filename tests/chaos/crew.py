@@ -98,7 +98,7 @@ class Place:
 
     def signal(self, number: signal.Signals) -> None:
         if self.life is not None:
-            self.life.signal(number)
+            self.life.send(number)
 
     @property
     def is_stopped(self) -> bool:

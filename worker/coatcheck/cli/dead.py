@@ -363,12 +363,12 @@ async def settle_letters(
 ) -> list[LetterOutcome]:
     """Act on every letter that is chosen, among those that are there now; the rest stay.
 
-    Batches with letters that stay are held until the end, or the same ones would come up again. What arrives meanwhile
+    Batches with letters that stay are kept until the end, or the same ones would come up again. What arrives meanwhile
     (a redriven message may die again at once) is left for the next time.
     """
     left_count = await count_letters(broker, service)
     outcomes: list[LetterOutcome] = []
-    async with AsyncExitStack() as held:
+    async with AsyncExitStack() as kept:
         while left_count > 0:
             async with AsyncExitStack() as batch:
                 browsing = broker.browse(Names(service).dead, min(left_count, BATCH_SIZE))
@@ -379,7 +379,7 @@ async def settle_letters(
                 outcomes += await _settle_batch(broker, service, deliveries, choose=choose, act=act)
                 if not all(delivery.is_settled for delivery in deliveries):
                     deliveries.clear()  # lets go of their bodies; the broker knows what it gets back
-                    held.push_async_callback(batch.pop_all().aclose)
+                    kept.push_async_callback(batch.pop_all().aclose)
     return outcomes
 
 

@@ -17,8 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,20 +185,20 @@ class Caretaker:
         return said or ("the process that clears up was killed" if self._process.returncode else "")
 
 
-def clear_up(chores: Sequence[Chore]) -> list[str]:
+async def clear_up(chores: Sequence[Chore]) -> list[str]:
     """Remove everything, the newest first; return what could not be removed."""
     kept = {chore["path"] for chore in chores if chore["chore"] == "keep"}
     failures = []
     for chore in reversed(chores):
         if chore["chore"] != "keep" and chore.get("path") not in kept:
             try:
-                _CHORES[chore["chore"]](chore)
+                await _CHORES[chore["chore"]](chore)
             except Exception as error:  # noqa: BLE001 - one thing that cannot be removed must not keep the others
                 failures.append(f"{chore['chore']} not removed: {type(error).__name__}: {error}")
     return failures
 
 
-def _remove_directory(chore: Chore) -> None:
+async def _remove_directory(chore: Chore) -> None:
     path = Path(chore["path"])
     rooms = [path]
     if chore.get("has_server"):
@@ -209,32 +209,24 @@ def _remove_directory(chore: Chore) -> None:
             shutil.rmtree(room)
 
 
-def _drop_database(chore: Chore) -> None:
-    async def drop() -> None:
+async def _drop_database(chore: Chore) -> None:
+    with join(Path(chore["directory"])) if chore["directory"] else nullcontext():
         connection = await asyncpg.connect(chore["url"], timeout=CONNECT_TIMEOUT_S)
         try:
             await connection.execute(f"DROP DATABASE IF EXISTS {chore['name']} WITH (FORCE)")
         finally:
             await connection.close()
 
-    with ExitStack() as held:
-        if chore["directory"]:
-            held.enter_context(join(Path(chore["directory"])))
-        asyncio.run(drop())
+
+async def _delete_queues(chore: Chore) -> None:
+    async with connect(chore["url"], connect_budget=CONNECT_TIMEOUT_S, name="demo caretaker") as broker:
+        for service in chore["services"]:
+            await broker.delete_service(service)
+        for queue in chore["queues"]:
+            await broker.delete_queue(queue)
 
 
-def _delete_queues(chore: Chore) -> None:
-    async def delete() -> None:
-        async with connect(chore["url"], connect_budget=CONNECT_TIMEOUT_S, name="demo caretaker") as broker:
-            for service in chore["services"]:
-                await broker.delete_service(service)
-            for queue in chore["queues"]:
-                await broker.delete_queue(queue)
-
-    asyncio.run(delete())
-
-
-_CHORES: dict[str, Callable[[Chore], None]] = {
+_CHORES: dict[str, Callable[[Chore], Awaitable[None]]] = {
     "directory": _remove_directory,
     "database": _drop_database,
     "queues": _delete_queues,
@@ -242,7 +234,7 @@ _CHORES: dict[str, Callable[[Chore], None]] = {
 
 
 if __name__ == "__main__":
-    failed = clear_up([json.loads(line) for line in sys.stdin])
+    failed = asyncio.run(clear_up([json.loads(line) for line in sys.stdin]))
     with suppress(OSError):  # the demo may be gone
         sys.stderr.write("\n".join(failed))
         sys.stderr.flush()

@@ -128,20 +128,10 @@ class LiveDisplay(Display):
 
 def render(scene: DemoScene, news: str, *, width: int) -> RenderableType:
     """The whole view. Until the first survey is asked for there is nothing to count: it shows what is being started."""
-    if not scene.asked:
-        head = _head(scene, width=width)
-        return Group(head, Text(), Text(news or " ", style="dim"), Text(), _starts(scene), Text(), _story(scene))
-    return Group(
-        _head(scene, width=width),
-        Text(),
-        _replicas(scene, width=width),
-        Text(),
-        _peers(scene, width=width),
-        Text(),
-        _progress(scene, width=width),
-        Text(),
-        _story(scene),
-    )
+    middle: list[RenderableType] = [Text(news or " ", style="dim"), _starts(scene)]
+    if scene.asked:
+        middle = [_replicas(scene, width=width), _peers(scene, width=width), _progress(scene, width=width)]
+    return Group(_head(scene, width=width), *(it for part in [*middle, _story(scene)] for it in (Text(), part)))
 
 
 def _head(scene: DemoScene, *, width: int) -> RenderableType:
@@ -161,13 +151,13 @@ def _starts(scene: DemoScene) -> Table:
     for word, names in scene.starts.items():
         ready_s = scene.find_ready_s(word)
         missing = [name for name in names if name not in scene.ready]
+        state, more = Text("starting", "yellow"), ""
         if ready_s is not None:
-            table.add_row(Text(word, "bold"), Text(f"ready at {scene.elapsed_s(ready_s):.1f}s", "green"), "")
-        elif len(names) == 1:
-            table.add_row(Text(word, "bold"), Text("starting", "yellow"), "")
-        else:
-            count = f"{len(names) - len(missing)} of {len(names)} ready"
-            table.add_row(Text(word, "bold"), Text(count, "yellow"), f"starting {' '.join(missing)}")
+            state = Text(f"ready at {scene.elapsed_s(ready_s):.1f}s", "green")
+        elif len(names) > 1:
+            state = Text(f"{len(names) - len(missing)} of {len(names)} ready", "yellow")
+            more = f"starting {' '.join(missing)}"
+        table.add_row(Text(word, "bold"), state, more)
     return table
 
 
@@ -198,7 +188,7 @@ def _peers(scene: DemoScene, *, width: int) -> RenderableType:
     line = Text("peers     ", style="dim")
     for source in SOURCES:
         done, came = (counts[source.name][name] for name in ("question_answered", "question_came"))
-        line.append_text(Text.assemble((f"{source.name} ", "not dim"), (f"{done}/{came}   ", "not dim")))
+        line.append(f"{source.name} {done}/{came}   ", style="not dim")
     if width < NARROW:
         return line
     told = counts[PRESS.name]["progress_told"]

@@ -104,6 +104,8 @@ class Life:
         self.began_s = time.monotonic()
         self.has_started = False
         """It does what it is for. The watcher finds that out and calls `note_started`."""
+        self.is_dismissed = False
+        """We have told it to end."""
         self.ended = asyncio.ensure_future(process.wait())
         self._settled = asyncio.Event()
         self.ended.add_done_callback(lambda _: self._settled.set())
@@ -117,7 +119,7 @@ class Life:
         """Run something for as long as the process does, and a moment longer."""
         self._beside += [asyncio.ensure_future(each) for each in work]
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -136,18 +138,15 @@ class Life:
             await asyncio.wait(self._beside, timeout=last_words_s)
         return code
 
-    async def end(self, patience_s: float) -> bool:
-        """End it, gently first; tell whether that was enough."""
-        self.signal(signal.SIGTERM)
-        await asyncio.wait([self.ended], timeout=patience_s)
-        is_gentle = self.ended.done()
-        self.signal(signal.SIGKILL)
-        await asyncio.wait([self.ended])
-        return is_gentle
+    async def end(self, number: signal.Signals, *, within_s: float | None = None) -> bool:
+        """Send a signal and wait for the end; tell whether it came in time."""
+        self.send(number)
+        await asyncio.wait([self.ended], timeout=within_s)
+        return self.ended.done()
 
     def close(self) -> None:
         """Leave nothing behind, where we are cut off: otherwise it has ended."""
-        self.signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         for work in self._beside:
             work.cancel()
 
@@ -166,7 +165,7 @@ class Watcher:
         return ending.pause_s
 
     def on_killed(self, member: Member, waited_s: float) -> None:
-        """Told when a process did not stop in time and was killed."""
+        """Told when a process did not stop in time and is killed."""
 
 
 class Member:
@@ -185,7 +184,6 @@ class Member:
         self._life: Life | None = None
         self._successor: Life | None = None
         """A process that is ready to take the place of the present one, which is about to end."""
-        self._is_ended_by_us = False
         self._is_stopping = False
         self._nudged = asyncio.Event()
         self._is_begun = asyncio.Event()
@@ -210,9 +208,12 @@ class Member:
         life = await self._crew.spawn(self)
         try:
             if await life.wait_started() and not self._is_stopping:
-                await self._hand_over(life)
+                self._successor = life
+                self._is_begun.clear()
+                await self._end_present()
+                await self._is_begun.wait()  # the new one has taken the place
                 return True
-            await self._end(life)
+            await self._dismiss(life)
             return False
         finally:
             if self._successor is not life and self._life is not life:
@@ -227,10 +228,11 @@ class Member:
 
     def kill(self) -> None:
         """End the process on the spot, and start no other. `stop` waits for its end."""
-        self._is_stopping = self._is_ended_by_us = True
+        self._is_stopping = True
         for life in (self._life, self._successor):
             if life is not None:
-                life.signal(signal.SIGKILL)
+                life.is_dismissed = True
+                life.send(signal.SIGKILL)
 
     async def _keep(self) -> None:
         """Keep a process running until `stop`; none is left when this returns."""
@@ -238,10 +240,9 @@ class Member:
         try:
             while not self._is_stopping:
                 life, code = await self._run_once()
-                if self._is_ended_by_us:
+                if life.is_dismissed:
                     # It handles SIGTERM for as long as it works: one that dies of it had not begun, or was done.
-                    self.is_clean = code in (0, -signal.SIGTERM)
-                    self._is_ended_by_us, deaths = False, Deaths()
+                    self.is_clean, deaths = code in (0, -signal.SIGTERM), Deaths()
                     continue
                 pause_s = deaths.add(has_started=life.has_started, lived_s=time.monotonic() - life.began_s)
                 ending = Ending(life.process.pid, code, life.has_started, deaths.false_start_count, pause_s)
@@ -250,6 +251,7 @@ class Member:
                 if pause_s is None:
                     deaths = Deaths()
         finally:
+            self._is_begun.set()
             if self._successor is not None:
                 self._successor.close()
 
@@ -259,17 +261,12 @@ class Member:
         self._is_begun.set()
         try:
             if self._is_stopping:  # it was told to while there was nothing to stop yet
-                self._is_ended_by_us = True
-                await self._end(life)
+                await self._dismiss(life)
             code = await life.wait_ended(self._crew.last_words_s)
         finally:
             life.close()
             self._life = None
         return life, code
-
-    async def _hand_over(self, life: Life) -> None:
-        self._successor = life
-        await self._end_present()
 
     async def _begin_again(self) -> bool:
         """Start what does not run, or has not started yet, with the code as it is now."""
@@ -280,14 +277,16 @@ class Member:
 
     async def _end_present(self) -> None:
         """End the process that runs, if one does. Without one, a pause ends here."""
-        self._is_ended_by_us = self._life is not None
         self._nudged.set()
         if self._life is not None:
-            await self._end(self._life)
+            await self._dismiss(self._life)
 
-    async def _end(self, life: Life) -> None:
-        if not await life.end(self._crew.patience_s):
+    async def _dismiss(self, life: Life) -> None:
+        """End a process, gently first."""
+        life.is_dismissed = True
+        if not await life.end(signal.SIGTERM, within_s=self._crew.patience_s):
             self._crew.watcher.on_killed(self, self._crew.patience_s)
+            await life.end(signal.SIGKILL)
 
     async def _pause(self, pause_s: float | None) -> None:
         """Wait for so long, or until there is a reason to go on; None: only for that."""
