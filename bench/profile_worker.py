@@ -24,7 +24,7 @@ from bench.run import database, servers
 
 from coatcheck.broker import connect
 from coatcheck.broker.port import Broker, Delivery, Message, Outgoing
-from coatcheck.cli.processes import settle_in
+from coatcheck.cli.run import settle_in
 from coatcheck.store import migrate
 from coatcheck.worker import logs
 from coatcheck.worker.settings import LogFormat, Settings

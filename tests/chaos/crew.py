@@ -1,21 +1,26 @@
-"""The processes of a trial: started, watched, killed, frozen, and started again until the trial is over."""
+"""The processes of a trial: started, watched, killed, frozen, and started again until the trial is over.
+
+They are kept by the `Crew` behind `coatcheck worker --processes`; here they are forked (`nursery.py`), and what keeps
+them from living for long is ours.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.books import Book
-from tests.chaos.nursery import Child, Nursery
+from tests.chaos.nursery import Nursery
+
+from coatcheck.cli.processes.crew import Crew, Ending, Life, Member, Watcher
 
 ROOT = Path(__file__).parents[2]
 REST_S = 0.05
@@ -60,16 +65,14 @@ class Points:
 
 
 @dataclass(eq=False)
-class Member:
+class Place:
     """A place in the crew; the process in it changes."""
 
     name: str
     role: str
-    module: str
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
     log: Path
-    process: Child | None = None
+    member: Member
+    life: Life | None = field(default=None, repr=False)
     plan: str = ""
     log_offset: int = 0
     started_s: float = 0.0
@@ -77,11 +80,15 @@ class Member:
     is_paced: bool = False
     """It died by our doing, so its successor comes when the others have got something done."""
     is_frozen: bool = False
-    tending: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def pid(self) -> int:
+        assert self.life is not None
+        return self.life.process.pid
 
     @property
     def is_alive(self) -> bool:
-        return self.process is not None and self.process.returncode is None
+        return self.life is not None and self.life.process.returncode is None
 
     @property
     def last_words(self) -> str:
@@ -89,20 +96,17 @@ class Member:
             file.seek(self.log_offset)
             return file.read().decode(errors="replace")
 
-    def signal(self, number: int) -> None:
-        if self.is_alive:
-            assert self.process is not None
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
+    def signal(self, number: signal.Signals) -> None:
+        if self.life is not None:
+            self.life.send(number)
 
     @property
     def is_stopped(self) -> bool:
         """Whether the kernel has it stopped, by our signal or by its own."""
         if not self.is_alive:
             return False
-        assert self.process is not None
         try:
-            status = Path(f"/proc/{self.process.pid}/stat").read_text()
+            status = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
             return False
         return status.rpartition(")")[2].split()[0] in "Tt"
@@ -120,133 +124,158 @@ class Pace:
             await asyncio.sleep(0.05)
 
 
-class Crew:
-    """Keeps every place filled until told to stop."""
+class ForkedCrew(Crew):
+    """A crew whose processes come from the nursery and write to their logs themselves."""
+
+    def __init__(self, trial: TrialCrew, nursery: Nursery, *, patience_s: float) -> None:
+        super().__init__(trial, environ={}, patience_s=patience_s)
+        self._trial = trial
+        self._nursery = nursery
+
+    async def spawn(self, member: Member) -> Life:
+        place = self._trial.places[member.name]
+        await self._trial.prepare(place)
+        module, *arguments = member.command
+        environ = {**member.environ, "COATCHECK_CRASH": place.plan}
+        place.life = Life(member.name, await self._nursery.start(module, arguments, environ, place.log))
+        self._trial.note_started(place)
+        return place.life
+
+
+class TrialCrew(Watcher):
+    """Keeps every place filled until told to stop. `async with TrialCrew(…) as crew: …` leaves no process behind."""
 
     def __init__(
-        self, nursery: Nursery, directory: Path, events: Book, points: Points, *, freeze_s: tuple[float, float]
+        self,
+        nursery: Nursery,
+        directory: Path,
+        events: Book,
+        points: Points,
+        *,
+        freeze_s: tuple[float, float],
+        stop_s: float,
     ) -> None:
-        self._nursery = nursery
+        self._crew = ForkedCrew(self, nursery, patience_s=stop_s)
         self._directory = directory
         self._events = events
         self._freeze_s = freeze_s
         self.points = points
         self.pace = Pace()
-        self.members: list[Member] = []
+        self.places: dict[str, Place] = {}
         self.counts: Counter[str] = Counter()
-        self._stopping: set[str] = set()
         self._draw = random.Random(f"freezing/{len(points.names)}")
         self._thawing: set[asyncio.Task[None]] = set()
 
-    def add(self, name: str, role: str, module: str, *arguments: str, **environment: str) -> Member:
-        member = Member(name, role, module, arguments, environment, self._directory / f"{name}.log")
-        member.log.touch()
-        member.tending = asyncio.create_task(self._tend(member))
-        self.members.append(member)
-        return member
+    async def __aenter__(self) -> TrialCrew:
+        await self._crew.__aenter__()
+        return self
 
-    def alive(self, role: str) -> list[Member]:
-        return [it for it in self.members if it.role == role and it.is_alive]
+    async def __aexit__(self, *_: object) -> None:
+        self._crew.kill()
+        await self._crew.__aexit__()
 
-    def spare(self, role: str) -> list[Member]:
-        """Whom we may harm: nobody of a role in which only one is left that can do anything."""
+    def add(self, name: str, role: str, module: str, *arguments: str, **environment: str) -> None:
+        member = self._crew.add(name, *arguments, module=module, **environment)
+        self.places[name] = Place(name, role, self._directory / f"{name}.log", member)
+        self.places[name].log.touch()
+        self._crew.start(member)
+
+    def alive(self, role: str) -> list[Place]:
+        return [it for it in self.places.values() if it.role == role and it.is_alive]
+
+    def spare(self, role: str) -> list[Place]:
+        """The places we may harm: none of a role in which only one is left that can do anything."""
         free = [it for it in self.alive(role) if not it.is_frozen]
         return free if len(free) > 1 or role in ("peer", "client") else []
 
-    async def _tend(self, member: Member) -> None:
-        while member.role not in self._stopping:
-            await self._start(member)
-            assert member.process is not None
-            code = await member.process.wait()
-            if member.role not in self._stopping:
-                self._classify(member, code)
-                member.plan = ""
-                self.counts["restarts"] += 1
-                await asyncio.sleep(REST_S)
-                if member.role == "worker" and member.is_paced:
-                    await self.pace.wait(answers=10, longest_s=1.5)
-
-    async def _start(self, member: Member) -> None:
+    async def prepare(self, place: Place) -> None:
+        """Choose what the next process in a place is to die of."""
+        if place.role == "worker" and place.is_paced:
+            await self.pace.wait(answers=10, longest_s=1.5)
         # With everybody about to die nothing would ever get done: one of a role is doomed, all but one of them once
         # only points are left that a process seldom comes to.
-        others = [it for it in self.members if it.role == member.role and it is not member]
+        others = [it for it in self.places.values() if it.role == place.role and it is not place]
         is_spared = all(it.plan for it in others) if self.points.are_rare else any(it.plan for it in others)
-        member.plan = "" if is_spared else self.points.plan(member.role)
-        member.is_killed = member.is_frozen = False
-        member.log_offset = member.log.stat().st_size
-        member.started_s = time.monotonic()
-        environment = {**member.environment, "COATCHECK_CRASH": member.plan}
-        member.process = await self._nursery.start(member.module, member.arguments, environment, member.log)
-        self._events.write("started", is_synced=False, name=member.name, pid=member.process.pid, plan=member.plan)
+        place.plan = "" if is_spared else self.points.plan(place.role)
+        place.is_killed = place.is_frozen = False
+        place.log_offset = place.log.stat().st_size
+        place.started_s = time.monotonic()
 
-    def _classify(self, member: Member, code: int) -> None:
+    def note_started(self, place: Place) -> None:
+        self._events.write("started", is_synced=False, name=place.name, pid=place.pid, plan=place.plan)
+
+    def on_end(self, member: Member, ending: Ending) -> float:
+        place = self.places[member.name]
+        self._classify(place, ending.code)
+        place.plan = ""
+        self.counts["restarts"] += 1
+        return REST_S
+
+    def _classify(self, place: Place, code: int) -> None:
         """Say why a process ended: by our hand, at a point, by the task that kills, or by a fault of its own."""
-        assert member.process is not None
-        about: dict[str, Any] = {"name": member.name, "role": member.role, "pid": member.process.pid}
-        found = AT_POINT.findall(member.last_words)
-        member.is_paced = member.is_killed or code == STOPPED_BY_ITSELF
+        about: dict[str, Any] = {"name": place.name, "role": place.role, "pid": place.pid}
+        found = AT_POINT.findall(place.last_words)
+        place.is_paced = place.is_killed or code == STOPPED_BY_ITSELF
         if code == STOPPED_BY_ITSELF and found and found[-1][0] == "ended":
             self.points.ended[found[-1][1]] += 1
             self.counts["ended at a point"] += 1
             self._events.write("died", is_synced=False, why=found[-1][1], **about)
         elif code == -signal.SIGKILL:
             # Nobody of ours: it was the task that takes its process with it.
-            self.counts[f"kill -9 {member.role}" if member.is_killed else "killed by a task"] += 1
-            self._events.write("died", is_synced=False, why="killed" if member.is_killed else "task", **about)
-        elif code == 1 and self._has_given_up(member):
+            self.counts[f"kill -9 {place.role}" if place.is_killed else "killed by a task"] += 1
+            self._events.write("died", is_synced=False, why="killed" if place.is_killed else "task", **about)
+        elif code == 1 and self._has_given_up(place):
             self.counts["gave up at the start, with no server to be reached"] += 1
         else:
             self.counts["surprises"] += 1
-            self._events.write("surprise", code=code, tail=member.last_words[-2000:], **about)
+            self._events.write("surprise", code=code, tail=place.last_words[-2000:], **about)
 
     @staticmethod
-    def _has_given_up(member: Member) -> bool:
+    def _has_given_up(place: Place) -> bool:
         """A process that finds no server when it starts says so in one line and leaves; one that works never does."""
-        words = member.last_words
-        return f"{member.role}_started" not in words and words.rstrip().rpartition("\n")[2].startswith("Error: ")
+        words = place.last_words
+        return f"{place.role}_started" not in words and words.rstrip().rpartition("\n")[2].startswith("Error: ")
 
-    def kill(self, member: Member) -> None:
+    def kill(self, place: Place) -> None:
         """kill -9"""
-        if member.is_alive:
-            member.is_killed = True
-            assert member.process is not None
-            self._events.write("killed", is_synced=False, name=member.name, role=member.role, pid=member.process.pid)
-            member.signal(signal.SIGKILL)
+        if place.is_alive:
+            place.is_killed = True
+            self._events.write("killed", is_synced=False, name=place.name, role=place.role, pid=place.pid)
+            place.signal(signal.SIGKILL)
 
-    async def freeze(self, member: Member, *, for_s: float | None = None) -> None:
+    async def freeze(self, place: Place, *, for_s: float | None = None) -> None:
         """SIGSTOP, longer than a lease or for so long, then SIGCONT."""
-        if member.is_alive and not member.is_frozen:
-            member.is_frozen = True
-            self.counts[f"freezes {member.role}"] += 1
-            member.signal(signal.SIGSTOP)
-            await self._thaw(member, for_s)
+        if place.is_alive and not place.is_frozen:
+            place.is_frozen = True
+            self.counts[f"freezes {place.role}"] += 1
+            place.signal(signal.SIGSTOP)
+            await self._thaw(place, for_s)
 
-    async def _thaw(self, member: Member, for_s: float | None = None) -> None:
-        assert member.process is not None
-        pid = member.process.pid
-        self._events.write("frozen", is_synced=False, name=member.name, pid=pid)
+    async def _thaw(self, place: Place, for_s: float | None = None) -> None:
+        pid = place.pid
+        self._events.write("frozen", is_synced=False, name=place.name, pid=pid)
         await asyncio.sleep(for_s or self._draw.uniform(*self._freeze_s))
-        if member.process.pid == pid:
-            member.signal(signal.SIGCONT)
-            member.is_frozen = False
-            self._events.write("thawed", is_synced=False, name=member.name, pid=pid)
+        if place.pid == pid:
+            place.signal(signal.SIGCONT)
+            place.is_frozen = False
+            self._events.write("thawed", is_synced=False, name=place.name, pid=pid)
 
     async def watch(self) -> None:
         """Notice those that froze themselves at a point, and wake them up late. Whoever does not come to its point in
         time makes room for another.
         """
         while True:
-            for member in self.members:
-                is_late = time.monotonic() - member.started_s > DOOMED_S * (1 + 2 * self.points.are_rare)
-                if member.plan and self.points.missing and is_late and not member.is_frozen and not member.is_killed:
-                    self.kill(member)
-                if member.plan and not member.is_frozen and member.is_stopped:
-                    found = AT_POINT.findall(member.last_words)
+            for place in self.places.values():
+                is_late = time.monotonic() - place.started_s > DOOMED_S * (1 + 2 * self.points.are_rare)
+                if place.plan and self.points.missing and is_late and not place.is_frozen and not place.is_killed:
+                    self.kill(place)
+                if place.plan and not place.is_frozen and place.is_stopped:
+                    found = AT_POINT.findall(place.last_words)
                     if found and found[-1][0] == "stopped":
                         self.points.stopped[found[-1][1]] += 1
                         self.counts["stopped at a point"] += 1
-                    member.is_frozen = True
-                    task = asyncio.create_task(self._thaw(member))
+                    place.is_frozen = True
+                    task = asyncio.create_task(self._thaw(place))
                     self._thawing.add(task)
                     task.add_done_callback(self._thawing.discard)
             await asyncio.sleep(0.1)
@@ -256,38 +285,17 @@ class Crew:
         self.points.is_armed = False
         if self._thawing:
             await asyncio.wait(self._thawing)
-        for member in self.members:
-            member.signal(signal.SIGCONT)
-            if member.plan:
-                self.kill(member)
+        for place in self.places.values():
+            place.signal(signal.SIGCONT)
+            if place.plan:
+                self.kill(place)
 
-    async def stop(self, role: str, within_s: float) -> None:
-        """SIGTERM, and kill -9 for whoever does not go: that is a surprise."""
-        self._stopping.add(role)
-        going = [it for it in self.members if it.role == role]
-        began_s = time.monotonic()
-        for member in going:
-            member.signal(signal.SIGTERM)
-        for member in going:
-            assert member.process is not None
-            assert member.tending is not None
-            try:
-                async with asyncio.timeout(max(0.1, within_s - (time.monotonic() - began_s))):
-                    code = await member.process.wait()
-            except TimeoutError:
-                member.signal(signal.SIGKILL)
-                code = await member.process.wait()
-            if code not in (0, -signal.SIGTERM):
-                tail = member.last_words[-2000:]
-                self._events.write("surprise", name=member.name, role=role, code=code, tail=f"on SIGTERM: {tail}")
-            await member.tending
-
-    async def end(self) -> None:
-        """Leave nobody behind, whatever happened."""
-        for member in self.members:
-            if member.tending is not None:
-                member.tending.cancel()
-            member.signal(signal.SIGKILL)
-        for member in self.members:
-            if member.process is not None:
-                await member.process.wait()
+    async def stop(self, role: str) -> None:
+        """SIGTERM, and kill -9 for a process that does not go in time: that is a surprise."""
+        going = [it for it in self.places.values() if it.role == role]
+        await self._crew.stop(*(it.member for it in going))
+        for place in going:
+            code = place.life.process.returncode if place.life is not None else 0
+            if not place.member.is_clean:
+                tail = place.last_words[-2000:]
+                self._events.write("surprise", name=place.name, role=role, code=code, tail=f"on SIGTERM: {tail}")

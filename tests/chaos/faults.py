@@ -17,7 +17,7 @@ import asyncpg
 from tests.broker.proxy import Proxy
 from tests.chaos.books import Book
 from tests.chaos.brokers import RabbitMQ
-from tests.chaos.crew import Crew
+from tests.chaos.crew import TrialCrew
 from tests.chaos.servers import Servers
 
 LIGHT = {
@@ -79,7 +79,9 @@ def _in_turn(names: Sequence[str], draw: random.Random) -> Iterator[str]:
 class Faults:
     """Does what the schedule says, and counts."""
 
-    def __init__(self, crew: Crew, servers: Servers, events: Book, *, seed: str, length_factor: float = 1.0) -> None:
+    def __init__(
+        self, crew: TrialCrew, servers: Servers, events: Book, *, seed: str, length_factor: float = 1.0
+    ) -> None:
         self._crew = crew
         self._servers = servers
         self._events = events

@@ -19,7 +19,7 @@ import asyncpg
 from tests.broker.proxy import Proxy
 from tests.chaos.books import Book, Tail
 from tests.chaos.checker import WITHOUT_WAKER
-from tests.chaos.crew import ROOT, Crew, Points
+from tests.chaos.crew import ROOT, Points, TrialCrew
 from tests.chaos.display import Display
 from tests.chaos.faults import Faults, make_schedule
 from tests.chaos.nursery import Nursery
@@ -84,7 +84,7 @@ class Trial:
         self._points = Points(servers.broker.points, random.Random(f"{options.seed}/points"))
         self._nursery = Nursery(ROOT)
         freeze_s = (LEASE_S * 1.1, LEASE_S * 1.6)
-        self._crew = Crew(self._nursery, directory, self._events, self._points, freeze_s=freeze_s)
+        self._crew = TrialCrew(self._nursery, directory, self._events, self._points, freeze_s=freeze_s, stop_s=STOP_S)
         self._faults = Faults(self._crew, servers, self._events, seed=options.seed)
         self._clients = [f"{number}" for number in range(options.client_count)]
         self._tails = [Tail(directory / f"client-{name}.jsonl") for name in self._clients]
@@ -103,7 +103,7 @@ class Trial:
             asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._nursery)
-            stack.push_async_callback(self._crew.end)
+            await stack.enter_async_context(self._crew)
             await self._set_up(stack)
             beside = [asyncio.create_task(it) for it in (self._crew.watch(), self._look(), self._show())]
             stack.callback(lambda: [task.cancel() for task in beside])
@@ -249,13 +249,13 @@ class Trial:
         """Whoever might still say something goes first; clients listen to the end."""
         self._phase = "stopping"
         for role in ("worker", "sweeper", "peer"):
-            await self._crew.stop(role, STOP_S)
+            await self._crew.stop(role)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 while any(count for queue, count in (await self._depths()).items() if "-client-" in queue):
                     await asyncio.sleep(0.2)
         await asyncio.sleep(0.5)
-        await self._crew.stop("client", STOP_S)
+        await self._crew.stop("client")
 
     def _check(self) -> tuple[int, str]:
         """The checker is a process of its own: it shares nothing with us but the files."""

@@ -12,7 +12,7 @@ from tests.conftest import ServiceNames
 from tests.services import run_sync
 
 from coatcheck.broker import Broker, Message, Names, Outgoing, connect
-from coatcheck.cli import letters
+from coatcheck.cli import dead
 from coatcheck.errors import BrokerUnavailable
 
 LONG_AGO = datetime.now(UTC) - timedelta(hours=3)
@@ -201,7 +201,7 @@ def test_redrive_can_keep_to_one_reason(
     broker_cli: Cli, broker_url: str, service_name: str, monkeypatch: pytest.MonkeyPatch
 ):
     # Batches of two, so that letters which stay must not come up again and hide the others.
-    monkeypatch.setattr(letters, "BATCH_SIZE", 2)
+    monkeypatch.setattr(dead, "BATCH_SIZE", 2)
     reasons = ["oversized", "undecodable"] * 4
     bury(
         broker_url, service_name, *[letter(service_name, f"m{n}", reason=it, minutes=n) for n, it in enumerate(reasons)]
@@ -240,8 +240,8 @@ def test_a_letter_too_large_for_the_usual_limit_can_be_redriven(broker_cli: Cli,
 def test_a_letter_without_a_message_id_can_be_named(broker_url: str):
     nameless = replace(letter("research", "x"), message_id=None)
 
-    assert letters.read_letter(nameless).letter_id.startswith("sha-")
-    assert letters.read_letter(nameless).letter_id == letters.read_letter(nameless).letter_id
+    assert dead.read_letter(nameless).letter_id.startswith("sha-")
+    assert dead.read_letter(nameless).letter_id == dead.read_letter(nameless).letter_id
 
 
 def test_killed_between_publish_and_ack_nothing_is_lost(broker_url: str, service_name: str):
@@ -251,13 +251,13 @@ def test_killed_between_publish_and_ack_nothing_is_lost(broker_url: str, service
     class Killed(Exception):
         pass
 
-    async def act(broker: Broker, chosen: Sequence[letters.Letter]) -> list[str | None]:
-        await letters.redrive(broker, chosen)
+    async def act(broker: Broker, chosen: Sequence[dead.Letter]) -> list[str | None]:
+        await dead.redrive_letters(broker, chosen)
         raise Killed
 
     async def work() -> None:
         async with connect(broker_url) as broker:
-            await letters.settle(broker, service_name, lambda _: True, act)
+            await dead.settle_letters(broker, service_name, lambda _: True, act)
 
     with pytest.raises(Killed):
         run_sync(work())
@@ -269,12 +269,12 @@ def test_killed_between_publish_and_ack_nothing_is_lost(broker_url: str, service
 def test_a_publish_that_is_not_confirmed_leaves_the_letters(broker_url: str, service_name: str):
     bury(broker_url, service_name, letter(service_name, "m1"))
 
-    async def act(broker: Broker, chosen: Sequence[letters.Letter]) -> list[str | None]:
+    async def act(broker: Broker, chosen: Sequence[dead.Letter]) -> list[str | None]:
         raise BrokerUnavailable("not confirmed in time")
 
     async def work() -> None:
         async with connect(broker_url) as broker:
-            await letters.settle(broker, service_name, lambda _: True, act)
+            await dead.settle_letters(broker, service_name, lambda _: True, act)
 
     with pytest.raises(BrokerUnavailable):
         run_sync(work())
@@ -287,14 +287,14 @@ def test_a_letter_that_dies_again_at_once_is_not_chased(broker_url: str, service
     bury(broker_url, service_name, *[letter(service_name, f"m{number}") for number in range(4)])
     sent: list[str] = []
 
-    async def act(broker: Broker, chosen: Sequence[letters.Letter]) -> list[str | None]:
+    async def act(broker: Broker, chosen: Sequence[dead.Letter]) -> list[str | None]:
         sent.extend(it.letter_id for it in chosen)
         await broker.publish([Outgoing(Names(service_name).dead, it.message) for it in chosen])
         return [None] * len(chosen)
 
     async def work() -> None:
         async with connect(broker_url) as broker:
-            await letters.settle(broker, service_name, lambda _: True, act)
+            await dead.settle_letters(broker, service_name, lambda _: True, act)
 
     run_sync(work())
 

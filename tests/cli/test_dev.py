@@ -15,13 +15,12 @@ import pytest
 from tests.cli.dev_kit import COLOUR, Dev, alive, is_served, server_pids
 from tests.cli.kit import Cli, until
 
-from coatcheck.cli import deaths
-from coatcheck.cli.deaths import Deaths, describe_end
-from coatcheck.cli.dev import make_environ
-from coatcheck.cli.dev_crew import Crew, names_of
-from coatcheck.cli.dev_lines import Screen
-from coatcheck.cli.dev_probe import Broken, Offer, probe
+from coatcheck.cli.dev import DevCrew, make_environ, names_of
+from coatcheck.cli.dev_screen import Screen
+from coatcheck.cli.dev_sources import Broken, Offer, probe
 from coatcheck.cli.new import make_pages, write
+from coatcheck.cli.processes import crew as crews
+from coatcheck.cli.processes.crew import Deaths, describe_end
 from coatcheck.embedded import wait_stopped
 from coatcheck.worker.settings import Checkpointing, LogLevel, Settings
 
@@ -302,16 +301,28 @@ async def test_an_app_is_described_without_being_imported_here(tmp_path: Path, m
 # --- processes that die ---
 
 
+def test_without_reload_it_ends_when_no_worker_is_left(cli: Cli, here: Path, service_name: str):
+    death = "\nimport sys\nif 'worker' in sys.argv[1:] or 'worker' in sys.orig_argv:\n    os._exit(3)\n"
+    (here / "service.py").write_text((here / "service.py").read_text() + death)
+    environ = {**cli.environ, "TEST_SERVICE": service_name}
+
+    result = Cli(environ).run("dev", "service:app", "--replicas", "1", "--no-reload", cwd=here)
+
+    assert result.returncode == 1
+    assert result.stdout.count("ended with code 3") == 3
+    assert result.stderr == "Error: no worker is left; what they said is above\n"
+
+
 async def test_a_worker_that_never_starts_is_left_alone_until_the_code_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(deaths, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(deaths, "MOST_FALSE_STARTS", 2)
+    monkeypatch.setattr(crews, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(crews, "MOST_FALSE_STARTS", 2)
     offer = Offer("nowhere:app", "shop", (), "")
     screen = Screen.on_stdout(level=LogLevel.INFO)
 
-    async with Crew(
+    async with DevCrew(
         [offer], Settings(checkpointing=Checkpointing.OFF), replica_count=1, environ=os.environ, screen=screen
     ) as crew:
         await crew.lost()
@@ -339,7 +350,7 @@ async def test_code_that_breaks_in_the_middle_of_a_reload_leaves_the_old_workers
     environ = make_environ(settings, broker="memory://", store="postgresql://localhost/none")
     environ |= {"COATCHECK_CHECKPOINTING": "off"}
 
-    async with asyncio.timeout(60), Crew([offer], settings, replica_count=1, environ=environ, screen=screen) as crew:
+    async with asyncio.timeout(60), DevCrew([offer], settings, replica_count=1, environ=environ, screen=screen) as crew:
         said = ""
         while "worker_started" not in said:
             await asyncio.sleep(0.05)

@@ -15,8 +15,7 @@ import pydantic
 import pytest
 
 from coatcheck.broker.bodies import Body
-from coatcheck.cli.dev_describe import describe
-from coatcheck.cli.dev_samples import example_of
+from coatcheck.cli.dev_sources import describe, example_of
 from coatcheck.worker import App
 
 

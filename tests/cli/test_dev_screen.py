@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coatcheck.cli.dev_lines import Screen, read_line
+from coatcheck.cli.dev_screen import Screen, read_line
 from coatcheck.cli.dev_sources import find_root, look, watch
 from coatcheck.cli.output import Terminal
 from coatcheck.worker.settings import LogLevel

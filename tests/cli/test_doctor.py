@@ -13,7 +13,7 @@ from tests.services import run_sync
 from tests.store.kit import MINUTE, birth, call, park, put_of, start, written
 
 from coatcheck.broker import Broker, Message, Names, Outgoing
-from coatcheck.cli.checks import (
+from coatcheck.cli.doctor import (
     QueueFacts,
     Status,
     check_schema,

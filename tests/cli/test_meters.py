@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from coatcheck.cli.meters import Merged, Meter, merge, read_meters, without_gauges
+from coatcheck.cli.processes.reports import Merged, Meter, merge, read_meters, without_gauges
 
 
 class Counted:

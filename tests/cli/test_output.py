@@ -10,8 +10,7 @@ from rich.console import Console
 
 from coatcheck.broker import Message
 from coatcheck.cli import output
-from coatcheck.cli.output import duration, from_now, plain_table, pretty
-from coatcheck.cli.payloads import read_blob, read_message, read_problem
+from coatcheck.cli.output import duration, from_now, plain_table, pretty, read_blob, read_message, read_problem
 from coatcheck.store import Codec, encode
 from coatcheck.store.blobs import pack
 from coatcheck.worker.redaction import clean

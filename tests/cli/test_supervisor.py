@@ -19,9 +19,8 @@ from tests.cli.kit import NOWHERE_BROKER, Cli, Process, until, with_broker
 
 from coatcheck.broker import Outgoing, make_request
 from coatcheck.broker.bodies import Body
-from coatcheck.cli.cores import usable_cores
-from coatcheck.cli.relay import relay
-from coatcheck.cli.supervisor import Plan, Supervisor
+from coatcheck.cli.processes.crew import read_lines
+from coatcheck.cli.processes.supervisor import ReplicaPlan, ReplicaSupervisor, put_lines, usable_cores
 from coatcheck.worker.log_streams import LineStream
 from coatcheck.worker.settings import LogFormat, LogLevel
 
@@ -220,8 +219,8 @@ async def test_a_replica_that_does_not_drain_is_killed_and_that_is_an_error(
     monkeypatch.chdir(here)
     for name, value in crew.environ.items():
         monkeypatch.setenv(name, value)
-    supervisor = Supervisor(
-        Plan(
+    supervisor = ReplicaSupervisor(
+        ReplicaPlan(
             service=service_name,
             reference="service:app",
             arguments=(),
@@ -237,17 +236,19 @@ async def test_a_replica_that_does_not_drain_is_killed_and_that_is_an_error(
     )
     running = asyncio.ensure_future(supervisor.run())
     async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*(replica.started.wait() for replica in supervisor._replicas))
-    life = supervisor._replicas[0]._life
-    assert life is not None
-    life.process.send_signal(signal.SIGSTOP)
+        while not all(replica.has_started for replica in supervisor.replicas):
+            await asyncio.sleep(0.05)
+    stuck = supervisor.replicas[0].pid
+    assert stuck is not None
+    os.kill(stuck, signal.SIGSTOP)
 
     os.kill(os.getpid(), signal.SIGTERM)
 
     async with asyncio.timeout(PATIENCE_S):
         assert await running == 1
-    assert life.process.returncode == -signal.SIGKILL
-    assert capfd.readouterr().err.count('"event":"worker_stopped"') == 1
+    said = capfd.readouterr().err
+    assert alive([stuck]) == []
+    assert said.count('"event":"worker_stopped"') == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
@@ -326,7 +327,7 @@ def test_what_is_wrong_with_the_code_or_the_settings_is_said_before_anything_sta
 
 
 def test_replicas_that_die_again_and_again_before_they_start_are_given_up(crew: Cli, here: Path):
-    death = '\nif "coatcheck.cli.supervised" in sys.orig_argv:\n    os.kill(os.getpid(), 9)\n'
+    death = '\nif "coatcheck.cli.processes.child" in sys.orig_argv:\n    os.kill(os.getpid(), 9)\n'
     (here / "service.py").write_text(SERVICE + death)
 
     result = crew.run("worker", "service:app", "--processes", "2", cwd=here)
@@ -437,6 +438,11 @@ def test_cores_are_those_a_container_may_use(tmp_path: Path, files: dict[str, st
         (tmp_path / name).write_text(text)
 
     assert usable_cores(tmp_path) == min(usable_cores(tmp_path / "nowhere"), most)
+
+
+async def relay(reader: asyncio.StreamReader, stream: LineStream) -> None:
+    async for lines in read_lines(reader):
+        await put_lines(stream, lines)
 
 
 async def test_lines_of_several_processes_do_not_mix(tmp_path: Path):

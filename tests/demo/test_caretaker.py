@@ -5,7 +5,7 @@ from pathlib import Path
 import asyncpg
 from tests.services import run_sync
 
-from coatcheck.demo.caretaker import Caretaker
+from coatcheck.demo.stage import Caretaker
 from coatcheck.embedded import join, wait_stopped
 
 
@@ -13,10 +13,10 @@ def test_what_cannot_be_removed_is_told_and_keeps_nothing_else(tmp_path: Path):
     caretaker = Caretaker()
     for name in ("old", "kept", "new"):
         (tmp_path / name).mkdir()
-        caretaker.will_remove_directory(tmp_path / name)
-    caretaker.will_drop_database("postgresql://nobody@127.0.0.1:1/nothing", "coatcheck_demo_x")
-    caretaker.will_remove_directory(tmp_path / "never made")
-    caretaker.will_keep(tmp_path / "kept")
+        caretaker.will("directory", path=str(tmp_path / name))
+    caretaker.will("database", url="postgresql://nobody@127.0.0.1:1/nothing", name="coatcheck_demo_x", directory="")
+    caretaker.will("directory", path=str(tmp_path / "never made"))
+    caretaker.will("keep", path=str(tmp_path / "kept"))
 
     told = caretaker.finish()
 
@@ -29,7 +29,7 @@ def test_database_on_an_embedded_server_is_dropped_though_the_server_has_stopped
     home = directory / ".coatcheck"
     caretaker = Caretaker()
     with join(home) as server:
-        caretaker.will_drop_database(server.url, "coatcheck_demo_x", directory=home)
+        caretaker.will("database", url=server.url, name="coatcheck_demo_x", directory=str(home))
         execute(server.url, "CREATE DATABASE coatcheck_demo_x")
     assert wait_stopped(home)
 
@@ -46,7 +46,7 @@ def test_caretaker_that_was_killed_is_told_of(tmp_path: Path):
     caretaker._process.kill()
     caretaker._process.wait()
 
-    caretaker.will_remove_directory(tmp_path)
+    caretaker.will("directory", path=str(tmp_path))
 
     assert caretaker.finish() == "the process that clears up was killed"
 

@@ -274,7 +274,7 @@ def assert_explained(text: str, code: int) -> None:
     ],
 )
 def test_wrong_usage_starts_nothing(tmp_path: Path, monkeypatch, arguments: list[str], complaint: str):
-    monkeypatch.setattr("coatcheck.demo.run.Caretaker", None)  # whoever starts something starts this first
+    monkeypatch.setattr("coatcheck.cli.demo.Caretaker", None)  # whoever starts something starts this first
     here = tmp_path / "here"
     here.touch()
 

@@ -3,25 +3,29 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
 
-from coatcheck.demo.display import PlainDisplay, make_console, make_display, render
-from coatcheck.demo.plan import Plan
-from coatcheck.demo.scene import Scene, State
-from coatcheck.demo.story import Chronicle
-from coatcheck.demo.watch import Event, Watch
+from coatcheck.cli.demo import Performance
+from coatcheck.cli.processes.crew import Life
+from coatcheck.demo.books import AskerBooks
+from coatcheck.demo.scene import Chronicle, DemoScene, LogEvent, ReplicaState, read_events
+from coatcheck.demo.stage import Caretaker
+from coatcheck.demo.survey import DemoPlan
+from coatcheck.demo.view import Display, make_console, make_display, render
 
 TASK = "770626c4-0000-4000-8000-000000000000"
 BEGAN_S = 1000.0
 
 
-def happened(at_s: float, who: str, name: str, **facts: object) -> Event:
-    return Event(who, BEGAN_S + at_s, name, {"task_id": TASK, **facts})
+def happened(at_s: float, who: str, name: str, **facts: object) -> LogEvent:
+    return LogEvent(who, BEGAN_S + at_s, name, {"task_id": TASK, **facts})
 
 
-def claimed(at_s: float, who: str, peer: str, *, kind: str = "result", verdict: str = "recorded") -> Event:
+def claimed(at_s: float, who: str, peer: str, *, kind: str = "result", verdict: str = "recorded") -> LogEvent:
     return happened(at_s, who, "reply_claimed", peer=f"demo-1-{peer}", kind=kind, verdict=verdict)
 
 
@@ -50,27 +54,27 @@ STORY = [
 
 
 @pytest.fixture
-def scene() -> Scene:
+def scene() -> DemoScene:
     """A run in its middle."""
-    made = Scene(Plan(300, 3, seed=1), Chronicle("demo-1-"), began_at_s=BEGAN_S, servers="embedded Postgres")
+    made = DemoScene(DemoPlan(300, 3, seed=1), Chronicle("demo-1-"), began_at_s=BEGAN_S, servers="embedded Postgres")
     for name in ("w1", "w2", "w3"):
         made.add_replica(name)
-        made.note(Event(name, BEGAN_S, "worker_started"))
+        made.note(LogEvent(name, BEGAN_S, "worker_started"))
     made.add_replica("w4", is_late=True)
     for event in BEFORE:
         made.note(event)
-    made.replicas["w2"].change(State.KILLED, BEGAN_S + 1.2)
+    made.replicas["w2"].change(ReplicaState.KILLED, BEGAN_S + 1.2)
     made.chronicle.begin(TASK, victim="w2", killed_at_s=BEGAN_S + 1.2)
     for event in AFTER:
         made.note(event)
-    made.note(Event("w4", BEGAN_S + 1.4, "worker_started"))
-    made.note(Event("library", BEGAN_S + 1.4, "question_came"))
+    made.note(LogEvent("w4", BEGAN_S + 1.4, "worker_started"))
+    made.note(LogEvent("library", BEGAN_S + 1.4, "question_came"))
     made.replicas["w1"].rss = 78_000_000
     made.asked, made.answered, made.now_s = 120, 75, BEGAN_S + 3
     return made
 
 
-def shown(scene: Scene, *, width: int) -> list[str]:
+def shown(scene: DemoScene, *, width: int) -> list[str]:
     output = io.StringIO()
     Console(file=output, width=width, force_terminal=False, color_system=None).print(render(scene, "", width=width))
     return [line.rstrip() for line in output.getvalue().splitlines()]
@@ -91,16 +95,16 @@ def test_view_fits_a_small_terminal(scene):
 
 
 @pytest.fixture
-def beginning() -> Scene:
+def beginning() -> DemoScene:
     """A run that has not asked for anything yet."""
-    made = Scene(Plan(300, 3, seed=1), Chronicle("demo-1-"), began_at_s=BEGAN_S, now_s=BEGAN_S + 3)
+    made = DemoScene(DemoPlan(300, 3, seed=1), Chronicle("demo-1-"), began_at_s=BEGAN_S, now_s=BEGAN_S + 3)
     made.begin("Postgres")
     made.ready["Postgres"] = BEGAN_S + 1.5
     made.begin("tables")
     made.begin("replicas", "w1", "w2", "w3")
     for name in ("w1", "w2", "w3"):
         made.add_replica(name)
-    made.note(Event("w2", BEGAN_S + 2.5, "worker_started"))
+    made.note(LogEvent("w2", BEGAN_S + 2.5, "worker_started"))
     return made
 
 
@@ -127,11 +131,11 @@ def test_beginning_fits_the_terminal(beginning, width):
 
 def test_plain_lines_tell_once_what_is_ready(beginning):
     output = io.StringIO()
-    display = PlainDisplay(make_console(output, is_plain=True))
+    display = Display(make_console(output, is_plain=True))
 
     display.show(beginning)
     for name in ("w1", "w3"):
-        beginning.note(Event(name, BEGAN_S + 2.8, "worker_started"))
+        beginning.note(LogEvent(name, BEGAN_S + 2.8, "worker_started"))
     display.show(beginning)
     display.show(beginning)
 
@@ -156,7 +160,7 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_of_the_table_is_cut(scen
 def test_story_follows_a_task_that_the_victim_had_just_put_down():
     chronicle = Chronicle("demo-1-")
     other = "11111111-0000-4000-8000-000000000000"
-    for event in [*BEFORE, Event("w2", BEGAN_S + 2, "survey_began", {"task_id": other})]:
+    for event in [*BEFORE, LogEvent("w2", BEGAN_S + 2, "survey_began", {"task_id": other})]:
         chronicle.add(event)
 
     assert chronicle.find_survivor("w2") == TASK
@@ -176,7 +180,7 @@ def test_story_follows_any_unfinished_task_of_the_victim_if_there_is_no_better_o
 def test_plain_lines_tell_the_past_at_once_and_the_rest_as_it_happens(scene):
     output = io.StringIO()
     scene.chronicle.lines, later = scene.chronicle.lines[:3], scene.chronicle.lines[3:]
-    display = PlainDisplay(make_console(output, is_plain=True))
+    display = Display(make_console(output, is_plain=True))
 
     display.say(scene, "w2 was killed")
     display.show(scene)
@@ -201,22 +205,38 @@ def test_plain_console_writes_no_control_codes_whatever_the_environment_says(sce
     display.say(scene, "[bold]text[/bold]")
     display.show(scene)
 
-    assert isinstance(display, PlainDisplay)
+    assert type(display) is Display
     assert "[bold]text[/bold]" in output.getvalue()
     assert "\x1b" not in output.getvalue()
 
 
-def test_watch_reads_whole_lines_of_all_logs_in_the_order_of_time(tmp_path: Path):
-    def line(second: int, event: str) -> str:
-        return json.dumps({"event": event, "timestamp": f"2025-01-01T00:00:{second:02}Z"}) + "\n"
+def test_events_are_read_from_logs_and_the_rest_is_for_people():
+    def line(event: str) -> str:
+        return json.dumps({"event": event, "timestamp": "2025-01-01T00:00:01Z", "task_id": TASK}) + "\n"
 
-    watch = Watch(tmp_path)
-    (tmp_path / "w1.log").write_text(line(2, "second") + "Traceback: not ours\n" + line(3, "third")[:10])
-    (tmp_path / "w2.log").write_text(line(1, "first") + "[]\n" + '{"event": "no time"}\n')
-    (tmp_path / "ledger.jsonl").write_text(line(1, "not a log"))
+    log = line("first") + "Traceback: not ours\n" + "[]\n" + '{"event": "no time"}\n' + line("second")
 
-    assert [(event.who, event.name) for event in watch.look()] == [("w2", "first"), ("w1", "second")]
-    with (tmp_path / "w1.log").open("a") as file:
-        file.write(line(3, "third")[10:])
-    assert [event.name for event in watch.look()] == ["third"]
-    assert watch.look() == []
+    found = read_events("w1", log.encode())
+
+    assert [(event.who, event.name, event.task_id) for event in found] == [
+        ("w1", "first", TASK),
+        ("w1", "second", TASK),
+    ]
+    assert found[0].at_s == 1735689601
+
+
+async def test_logs_are_kept_whole_and_told_in_the_order_of_time(tmp_path: Path):
+    told = io.StringIO()
+    books = AskerBooks(tmp_path / "ledger.jsonl")
+    display = make_display(make_console(told, is_plain=True))
+    caretaker = cast("Caretaker", None)
+    performance = Performance(DemoPlan(300, 3, seed=1), display, caretaker=caretaker, logs=tmp_path, books=books)
+    lines = [f'{{"event": "worker_started", "timestamp": "2025-01-01T00:00:0{n}Z"}}\n'.encode() for n in (3, 1)]
+
+    for name, line in zip(("w1", "w2"), lines, strict=True):
+        await performance.on_output(cast("Life", SimpleNamespace(name=name)), line, descriptor=1)
+    performance._look()
+    books.close()
+
+    assert list(performance.scene.ready) == ["w2", "w1"]
+    assert [(tmp_path / f"{name}.log").read_bytes() for name in ("w1", "w2")] == lines

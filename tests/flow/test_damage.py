@@ -9,8 +9,7 @@ import asyncpg
 import pytest
 from tests.flow.harness import Rig, until
 
-from coatcheck.cli.checks import Status
-from coatcheck.cli.doctor import examine
+from coatcheck.cli.doctor import Status, examine
 from coatcheck.store import CorruptBlob, TaskState
 from coatcheck.worker import App, CallTimedOut, Client, Context, Retry
 

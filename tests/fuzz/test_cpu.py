@@ -23,11 +23,9 @@ from coatcheck.broker.port import BrokerStats, Message
 from coatcheck.broker.postgres.codec import decode_message
 from coatcheck.broker.topology import takes_replies
 from coatcheck.cli import output
-from coatcheck.cli.dead import _print_letter
-from coatcheck.cli.dev_lines import Screen, read_line
-from coatcheck.cli.letters import read_letter
-from coatcheck.cli.output import Terminal
-from coatcheck.cli.payloads import read_blob, read_message, read_problem
+from coatcheck.cli.dead import _print_letter, read_letter
+from coatcheck.cli.dev_screen import Screen, read_line
+from coatcheck.cli.output import Terminal, read_blob, read_message, read_problem
 from coatcheck.errors import CallFailed, CoatcheckError
 from coatcheck.store import blobs
 from coatcheck.store.memory.tables import as_json

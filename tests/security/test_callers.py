@@ -20,7 +20,7 @@ from tests.flow.test_bad_input import dead_letters
 
 from coatcheck.broker import Message, connect
 from coatcheck.broker.bodies import DEFAULT_LIMITS
-from coatcheck.cli.letters import look, redrive
+from coatcheck.cli.dead import read_letters, redrive_letters
 from coatcheck.store import TaskState
 from coatcheck.worker import App, Caller, Client, Context, TaskFailed, TransientError, Unauthorized
 from coatcheck.worker.callers import find_caller
@@ -408,9 +408,9 @@ async def test_redriven_request_has_lost_its_token(rig: Rig):
     asked_for = await requester.send(app.service, None, raw=b"{", headers=BEARER)
     assert (await requester.reply(asked_for))["code"] == "malformed_message"
     async with connect(rig.settings.broker) as broker:
-        [letter] = await look(broker, app.service, limit=10)
+        [letter] = await read_letters(broker, app.service, limit=10)
         assert "authorization" not in letter.message.headers
-        assert await redrive(broker, [letter]) == [None]
+        assert await redrive_letters(broker, [letter]) == [None]
 
 
 BAD_CALLERS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from tests.flow.test_bad_input import dead_letters
 
 from coatcheck.broker import Message, Outgoing, connect, parse_request
 from coatcheck.broker.headers import may_arrive, may_pass
-from coatcheck.cli.letters import look, redrive
+from coatcheck.cli.dead import read_letters, redrive_letters
 from coatcheck.store import TaskState
 from coatcheck.worker import App, Client, Context
 
@@ -179,10 +179,10 @@ async def test_letter_that_rabbitmq_made_is_led_by_rabbitmqs_word_not_by_the_sen
         await message.reject(requeue=False)
 
         async def letters() -> list[Any]:
-            return await look(broker, service, limit=10)
+            return await read_letters(broker, service, limit=10)
 
         [letter] = await until(letters, what="the letter is there")
-        [trouble] = await redrive(broker, [letter])
+        [trouble] = await redrive_letters(broker, [letter])
 
     assert (letter.queue, letter.reason) == (dying, "rejected")
     assert "authorization" not in letter.message.headers
@@ -196,9 +196,9 @@ async def test_forged_letter_is_not_redriven_to_a_queue_of_its_choice(rig: Rig):
     async with connect(rig.settings.broker) as broker:
         await broker.declare_service(service)
         await requester.send(f"{service}.dead", 1, headers={"cc-queue": spy, "cc-reason": "oversized"})
-        [letter] = await look(broker, service, limit=10)
+        [letter] = await read_letters(broker, service, limit=10)
 
-        [trouble] = await redrive(broker, [letter])
+        [trouble] = await redrive_letters(broker, [letter])
 
     assert trouble == f"{spy!r} is no queue of {service}, so it cannot have been there"
     assert await rig.depth(spy) == 0

@@ -24,9 +24,8 @@ from tests.security.servers import TlsBroker, TlsPostgres
 from tests.services import run_sync
 
 from coatcheck.broker import Broker, connect
-from coatcheck.cli.checks import Status
-from coatcheck.cli.doctor import examine
-from coatcheck.cli.letters import count_letters, look
+from coatcheck.cli.dead import count_letters, read_letters
+from coatcheck.cli.doctor import Status, examine
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
 from coatcheck.store.views import Retention
@@ -154,7 +153,7 @@ async def use_everything(roles: Roles) -> None:
             await channel.basic_publish(b"[", routing_key="research", properties=persistent("application/json"))
         async with connect(roles.amqp("operator")) as broker:
             await until(lambda: has_letters(broker), what="the operator finds a dead letter")
-            [letter] = await look(broker, "research", limit=10)
+            [letter] = await read_letters(broker, "research", limit=10)
         assert letter.reason == "undecodable"
         await until(lambda: "good bye" in sent, what="the send has arrived")
 

@@ -13,11 +13,10 @@ import pytest
 from rich.console import Console
 
 from coatcheck.broker import Message
-from coatcheck.cli import asking, dead, output, show
-from coatcheck.cli.dev_lines import Screen, read_line
-from coatcheck.cli.letters import Letter, read_letter
-from coatcheck.cli.output import Terminal
-from coatcheck.cli.payloads import read_blob
+from coatcheck.cli import dead, output, requests, tasks
+from coatcheck.cli.dead import Letter, read_letter
+from coatcheck.cli.dev_screen import Screen, read_line
+from coatcheck.cli.output import Terminal, read_blob
 from coatcheck.store import encode
 from coatcheck.worker import logs
 from coatcheck.worker.redaction import clean, clean_json
@@ -93,10 +92,10 @@ PLACES: dict[str, Callable[[], object]] = {
     "a dead letter whole": lambda: dead._print_letter(letter(), limit=None),
     "a dead letter as JSON": lambda: output.emit_json(dead._document(letter())),
     "a list of dead letters": lambda: output.say_table(("#", "ID"), [dead._row(1, letter())[:2]]),
-    "a block of show": lambda: show._print_block("Result", HOSTILE),
-    "a result": lambda: asking._print_result(uuid4(), HOSTILE, as_json=False),
-    "a result of bytes": lambda: asking._print_result(uuid4(), HOSTILE.encode(), as_json=False),
-    "a result as JSON": lambda: asking._print_result(uuid4(), {HOSTILE: HOSTILE}, as_json=True),
+    "a block of show": lambda: tasks._print_block("Result", HOSTILE),
+    "a result": lambda: requests._print_result(uuid4(), HOSTILE, as_json=False),
+    "a result of bytes": lambda: requests._print_result(uuid4(), HOSTILE.encode(), as_json=False),
+    "a result as JSON": lambda: requests._print_result(uuid4(), {HOSTILE: HOSTILE}, as_json=True),
     "a log for people": lambda: in_a_log(LogFormat.CONSOLE),
     "a log for programs": lambda: in_a_log(LogFormat.JSON),
     "the screen of dev": on_the_dev_screen,

@@ -76,7 +76,7 @@ def _import(name: str) -> ModuleType:
                 "holds it, or set PYTHONPATH"
             ) from error
         raise ImportFailed(name, error) from error
-    except Exception as error:  # user code: whatever it raises is theirs to read
+    except Exception as error:  # user code: what it raises is its author's to read
         raise ImportFailed(name, error) from error
 
 

@@ -1,24 +1,31 @@
-"""`coatcheck dead ls | show | redrive | drop`: messages that could not be dealt with, and what to do with them."""
+"""`coatcheck dead ls | show | redrive | drop`: messages that could not be dealt with, and what to do with them.
+
+A letter is redriven in this order: published to the queue it was on, confirmed by the broker, then acked off the dead
+queue. After a crash in between it is in both places, and redriving it again is harmless: it keeps its message_id, so it
+is the same request.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
 from coatcheck.broker import connect
-from coatcheck.broker.headers import SIZE
-from coatcheck.broker.port import Broker
-from coatcheck.cli import letters as dead_letters
-from coatcheck.cli.letters import Action, Letter, Outcome, count_letters, look, settle
+from coatcheck.broker.headers import DEAD_AT, DETAIL, QUEUE, REASON, SIZE
+from coatcheck.broker.port import Broker, Delivery, Message, Outgoing, Routing
+from coatcheck.broker.topology import Names
+from coatcheck.broker.wire import revive
 from coatcheck.cli.options import CONNECT_BUDGET, Command, broker_option, json_option, load_settings
-from coatcheck.cli.output import duration, emit_json, moment, say, say_block, say_facts, say_table
-from coatcheck.cli.payloads import read_message
+from coatcheck.cli.output import duration, emit_json, moment, read_message, say, say_block, say_facts, say_table
+from coatcheck.errors import MalformedMessage, UsageError
 from coatcheck.worker import servers
 from coatcheck.worker.redaction import clean
 
@@ -27,6 +34,7 @@ LARGEST_BODY = 128 * 1024 * 1024
 LONGEST_BODY = 2_000
 MOST_LISTED = 10
 MOST_SEARCHED = 10_000
+BATCH_SIZE = 500
 
 
 @click.group()
@@ -63,7 +71,7 @@ def ls(service: str, limit: int, broker: str | None, as_json: bool) -> None:
 
     async def run() -> tuple[int, list[Letter]]:
         async with _connected(broker) as connection:
-            return await count_letters(connection, service), await look(connection, service, limit=limit)
+            return await count_letters(connection, service), await read_letters(connection, service, limit=limit)
 
     total, found = asyncio.run(run())
     if as_json:
@@ -95,7 +103,7 @@ def show(*, service: str, letter: str, full: bool, broker: str | None, as_json: 
     async def run() -> list[Letter]:
         async with _connected(broker) as connection:
             await count_letters(connection, service)
-            return await look(connection, service, limit=MOST_SEARCHED)
+            return await read_letters(connection, service, limit=MOST_SEARCHED)
 
     found = _pick(asyncio.run(run()), letter)
     if as_json:
@@ -210,7 +218,7 @@ def redrive(**options: Any) -> None:
     Example:
       coatcheck dead redrive research --all --reason oversized --yes
     """
-    _act(dead_letters.redrive, "Redrive", "redriven", **options)
+    _act(redrive_letters, "Redrive", "redriven", **options)
 
 
 @dead.command("drop")
@@ -222,7 +230,7 @@ def drop(**options: Any) -> None:
     Example:
       coatcheck dead drop research 5c1f0c52e7b04d1f9d6a-17
     """
-    _act(dead_letters.drop, "Drop", "dropped", **options)
+    _act(drop_letters, "Drop", "dropped", **options)
 
 
 def _act(
@@ -247,9 +255,9 @@ def _act(
         async with _connected(broker) as connection:
             return await count_letters(connection, service)
 
-    async def run() -> list[Outcome]:
+    async def run() -> list[LetterOutcome]:
         async with _connected(broker) as connection:
-            return await settle(connection, service, lambda letter: _is_meant(letter, ids, reason), action)
+            return await settle_letters(connection, service, lambda letter: _is_meant(letter, ids, reason), action)
 
     if not yes:
         which = f"{len(ids)} of" if ids else (f"all with reason {reason} among" if reason else "all of")
@@ -276,7 +284,7 @@ def _confirm(question: str) -> None:
         raise click.ClickException("nothing was done")
 
 
-def _report(outcomes: Sequence[Outcome], ids: tuple[str, ...], *, done: str, as_json: bool) -> None:
+def _report(outcomes: Sequence[LetterOutcome], ids: tuple[str, ...], *, done: str, as_json: bool) -> None:
     """Say what happened; letters that stayed or were not found make the exit code 1."""
     gone = [outcome for outcome in outcomes if outcome.trouble is None]
     stayed = [outcome for outcome in outcomes if outcome.trouble is not None]
@@ -299,3 +307,154 @@ async def _connected(url: str | None) -> AsyncIterator[Broker]:
     settings = await servers.settle(load_settings(broker=url))
     async with connect(settings.broker, connect_budget=CONNECT_BUDGET, max_body=LARGEST_BODY) as connection:
         yield connection
+
+
+# --- letters ---
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A dead message and why it is dead."""
+
+    letter_id: str
+    """Its message_id; a message without one is named by a digest of it."""
+    message: Message
+    reason: str
+    detail: str
+    queue: str
+    dead_at: datetime | None
+    service: str = ""
+    """Whose dead letter it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LetterOutcome:
+    """What became of a chosen letter. `trouble`: why it is still there; None: it is gone from the dead queue."""
+
+    letter_id: str
+    reason: str
+    queue: str
+    trouble: str | None
+
+
+Action = Callable[[Broker, Sequence[Letter]], Awaitable[list[str | None]]]
+"""Acts on letters and says for each what the trouble is, or None: then it may be acked."""
+
+
+async def count_letters(broker: Broker, service: str) -> int:
+    """How many dead letters a service has. Raises UsageError if it has no queue for them."""
+    queue = Names(service).dead
+    depth = await broker.depth(queue)
+    if depth is None:
+        raise UsageError(f"there is no queue {queue!r} on this broker; a worker of {service!r} makes it when it starts")
+    return depth
+
+
+async def read_letters(broker: Broker, service: str, *, limit: int) -> list[Letter]:
+    """Read up to `limit` letters, the oldest first, and leave them where they are."""
+    async with broker.browse(Names(service).dead, limit) as deliveries:
+        letters = [read_letter(delivery.message, service) for delivery in deliveries]
+    never = datetime.max.replace(tzinfo=UTC)
+    return sorted(letters, key=lambda letter: (letter.dead_at or never, letter.letter_id))
+
+
+async def settle_letters(
+    broker: Broker, service: str, choose: Callable[[Letter], bool], act: Action
+) -> list[LetterOutcome]:
+    """Act on every letter that is chosen, among those that are there now; the rest stay.
+
+    Batches with letters that stay are kept until the end, or the same ones would come up again. What arrives meanwhile
+    (a redriven message may die again at once) is left for the next time.
+    """
+    left_count = await count_letters(broker, service)
+    outcomes: list[LetterOutcome] = []
+    async with AsyncExitStack() as kept:
+        while left_count > 0:
+            async with AsyncExitStack() as batch:
+                browsing = broker.browse(Names(service).dead, min(left_count, BATCH_SIZE))
+                deliveries = await batch.enter_async_context(browsing)
+                if not deliveries:
+                    break
+                left_count -= len(deliveries)
+                outcomes += await _settle_batch(broker, service, deliveries, choose=choose, act=act)
+                if not all(delivery.is_settled for delivery in deliveries):
+                    deliveries.clear()  # lets go of their bodies; the broker knows what it gets back
+                    kept.push_async_callback(batch.pop_all().aclose)
+    return outcomes
+
+
+async def _settle_batch(
+    broker: Broker, service: str, deliveries: Sequence[Delivery], *, choose: Callable[[Letter], bool], act: Action
+) -> list[LetterOutcome]:
+    chosen = [(delivery, letter) for delivery in deliveries if choose(letter := read_letter(delivery.message, service))]
+    troubles = await act(broker, [letter for _, letter in chosen]) if chosen else []
+    for (delivery, _), trouble in zip(chosen, troubles, strict=True):
+        if trouble is None:
+            delivery.ack()
+    return [
+        LetterOutcome(letter.letter_id, letter.reason, letter.queue, trouble)
+        for (_, letter), trouble in zip(chosen, troubles, strict=True)
+    ]
+
+
+async def redrive_letters(broker: Broker, letters: Sequence[Letter]) -> list[str | None]:
+    """Publish letters to the queues they were on; those that have no way back are told apart.
+
+    Any user who may publish can forge a letter, and we would publish it with an operator's rights. So a way back leads
+    to a queue of the service itself; only what the service sent in vain goes elsewhere, to a peer's queue.
+    """
+    troubles: list[str | None] = [None] * len(letters)
+    ways: dict[int, Outgoing] = {}
+    for index, letter in enumerate(letters):
+        try:
+            way = revive(letter.message)
+        except MalformedMessage as error:
+            troubles[index] = error.detail
+            continue
+        if letter.reason == "no_route" or not letter.service or way.to in Names(letter.service).queues:
+            ways[index] = way
+        else:
+            troubles[index] = f"{way.to!r} is no queue of {letter.service}, so it cannot have been there"
+    routings = await broker.publish(list(ways.values()))
+    for index, routing in zip(ways, routings, strict=True):
+        if routing is Routing.NO_ROUTE:
+            troubles[index] = f"its queue {ways[index].to!r} is gone"
+        elif routing is Routing.REFUSED:
+            troubles[index] = f"its queue {ways[index].to!r} does not take it: it is full, or away"
+    return troubles
+
+
+async def drop_letters(broker: Broker, letters: Sequence[Letter]) -> list[str | None]:
+    """Let letters go for good."""
+    return [None] * len(letters)
+
+
+def read_letter(message: Message, service: str = "") -> Letter:
+    """Read a dead letter; what it does not say is empty."""
+    return Letter(
+        letter_id=message.message_id or f"sha-{_digest(message)}",
+        message=message,
+        reason=_header_text(message, REASON),
+        detail=_header_text(message, DETAIL),
+        queue=_header_text(message, QUEUE),
+        dead_at=_instant(_header_text(message, DEAD_AT)),
+        service=service,
+    )
+
+
+def _header_text(message: Message, header: str) -> str:
+    value = message.headers.get(header)
+    return "" if value is None else str(value)
+
+
+def _instant(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _digest(message: Message) -> str:
+    parts = (message.body, *(str(it).encode() for it in (message.correlation_id, message.reply_to, message.type)))
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

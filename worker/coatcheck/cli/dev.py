@@ -12,19 +12,20 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 from urllib.parse import urlsplit
 
 import click
 from rich.text import Text
 
 from coatcheck.broker import connect
-from coatcheck.cli.dev_banner import make_banner
-from coatcheck.cli.dev_crew import Crew
-from coatcheck.cli.dev_lines import Screen
-from coatcheck.cli.dev_probe import Broken, Offer, probe
-from coatcheck.cli.dev_sources import find_root, look, no_watcher, watch
+from coatcheck.cli.dev_screen import STARTED, Screen, make_banner, read_line
+from coatcheck.cli.dev_sources import Broken, Offer, find_root, look, no_watcher, probe, watch
 from coatcheck.cli.options import CONNECT_BUDGET, connections, load_settings
+from coatcheck.cli.processes.crew import Crew, Ending, Life, Member, Watcher, describe_end
 from coatcheck.embedded import find_directory, is_running, join
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store.migrate import migrate
@@ -40,10 +41,15 @@ KILLED = 130
 GRACE = timedelta(seconds=3)
 """A developer waits for every reload: what has not ended by then is cut short, and runs again."""
 MOST_COUNTED = 1_000
+SWEEPER = "sweeper"
+ALONE = ("--processes", "1")
+"""The replicas are ours to look after, also if the environment or an App asks for processes."""
+KILL_SLACK_S = 4.0
+"""What a process may need beyond its grace time to write its last acks and leave."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DevPlan:
     """What was asked for on the command line."""
 
     references: tuple[str, ...]
@@ -99,7 +105,7 @@ def dev(
     settings = load_settings(broker=broker, store=store, log_level=log_level)
     if not os.environ.get("COATCHECK_GRACE"):
         settings = replace(settings, grace=GRACE)
-    plan = Plan(references, replicas, not no_reload, watched, migrates)
+    plan = DevPlan(references, replicas, not no_reload, watched, migrates)
     screen = Screen.on_stdout(level=settings.log_level)
     environ = make_environ(settings, broker=broker, store=store)
     asyncio.run(Loop(plan, settings, screen, environ=environ).run())
@@ -124,12 +130,12 @@ def make_environ(settings: Settings, *, broker: str | None, store: str | None) -
 class Loop:
     """The development loop, from the first import to the end of the last process."""
 
-    def __init__(self, plan: Plan, settings: Settings, screen: Screen, *, environ: Mapping[str, str]) -> None:
+    def __init__(self, plan: DevPlan, settings: Settings, screen: Screen, *, environ: Mapping[str, str]) -> None:
         self._plan = plan
         self._settings = self._settled = settings
         self._screen = screen
         self._environ = environ
-        self._crew: Crew | None = None
+        self._crew: DevCrew | None = None
         self._signal_count = 0
 
     async def run(self) -> None:
@@ -174,7 +180,7 @@ class Loop:
             if present and not is_first:
                 self._screen.say(describe_present(present), style="bold yellow")
             self._crew = await stack.enter_async_context(
-                Crew(
+                DevCrew(
                     offers,
                     self._settings,
                     replica_count=self._plan.replica_count,
@@ -189,7 +195,7 @@ class Loop:
                 await self._reload(self._crew, store, changed)
 
     def _find_roots(self) -> list[Path]:
-        """The directories to watch; none where nobody wants to know."""
+        """The directories to watch; none with --no-reload."""
         if not self._plan.reloads:
             return []
         if importlib.util.find_spec("watchfiles") is None:
@@ -200,7 +206,7 @@ class Loop:
     # --- the code ---
 
     async def _first_offers(self, changes: AsyncIterator[list[Path]]) -> list[Offer]:
-        """What the Apps offer; code that raises is waited for until somebody mends it."""
+        """What the Apps offer; code that raises is waited for until its author mends it."""
         while True:
             offers, broken = await self._probe()
             if not broken:
@@ -222,7 +228,7 @@ class Loop:
         for text in _texts(broken):
             self._screen.say(text, style="red")
 
-    async def _reload(self, crew: Crew, store: Store | None, changed: Sequence[Path]) -> None:
+    async def _reload(self, crew: DevCrew, store: Store | None, changed: Sequence[Path]) -> None:
         began_s = time.monotonic()
         offers, broken = await self._probe()
         what = describe_changes(changed)
@@ -254,7 +260,7 @@ class Loop:
         return store
 
     def _is_first(self) -> bool:
-        """Whether the server is one of our own that nobody runs yet: then nobody else can be there."""
+        """Whether the server is one of our own that does not run yet: then no other worker can be there."""
         directory = _find_embedded(self._settings.store) if is_embedded(self._settings.store) else None
         return directory is not None and not is_running(directory)
 
@@ -277,6 +283,89 @@ class Loop:
             offers, self._settled, replica_count=self._plan.replica_count, roots=roots, embedded=embedded
         )
         self._screen.print(*banner)
+
+
+class DevCrew(Watcher):
+    """Replicas of each App and a sweeper, kept running, renewed when the code changes.
+
+    `async with DevCrew(…) as crew: …`; leaving stops them: replicas first, then the sweeper.
+    """
+
+    def __init__(
+        self,
+        offers: Sequence[Offer],
+        settings: Settings,
+        *,
+        replica_count: int,
+        environ: Mapping[str, str],
+        screen: Screen,
+    ) -> None:
+        self._screen = screen
+        self._crew = Crew(self, environ=environ, patience_s=settings.grace.total_seconds() + KILL_SLACK_S)
+        self._replicas = [
+            [
+                self._crew.add(name, "worker", offer.reference, *ALONE, "--name", name)
+                for name in names_of(offer.service, replica_count, is_alone=len(offers) == 1)
+            ]
+            for offer in offers
+        ]
+        self._sweeper: Member | None = None
+        if settings.checkpointing is not Checkpointing.OFF:
+            self._sweeper = self._crew.add(SWEEPER, "sweeper", "--name", SWEEPER)
+        screen.add(*self._crew.members)
+
+    async def __aenter__(self) -> Self:
+        self._leaving = AsyncExitStack()
+        await self._leaving.enter_async_context(self._crew)
+        self._leaving.push_async_callback(self._crew.stop, *chain(*self._replicas))
+        self._crew.start(*self._crew.members.values())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._leaving.__aexit__(kind, error, trace)
+
+    async def lost(self) -> None:
+        """Return when not one replica is left and none will start by itself."""
+        await asyncio.gather(*(member.given_up.wait() for member in chain(*self._replicas)))
+
+    async def renew(self) -> bool:
+        """Replace the replicas of each App one after the other, so that there is always one; tell whether all have
+        started. An App whose first one does not start keeps the others as they are. The sweeper runs no code of the
+        user's, so it is only started if it was given up.
+        """
+        groups = [*self._replicas]
+        if self._sweeper is not None and self._sweeper.given_up.is_set():
+            groups.append([self._sweeper])
+        return all(await asyncio.gather(*(self._crew.renew(*members) for members in groups)))
+
+    def kill(self) -> None:
+        self._crew.kill()
+
+    async def on_output(self, life: Life, lines: bytes, *, descriptor: int) -> None:
+        for line in lines.removesuffix(b"\n").split(b"\n"):
+            said = read_line(line)
+            if said.event in STARTED:
+                life.note_started()
+            self._screen.show(life.name, said)
+
+    def on_end(self, member: Member, ending: Ending) -> float | None:
+        what = f"{member.name} (pid {ending.pid}) {describe_end(ending.code)}"
+        if ending.pause_s is None:
+            series = f"before it had started, {ending.false_start_count} times in a row"
+            self._screen.say(f"{what} {series}; it is left alone until the code changes", style="bold red")
+        else:
+            self._screen.say(f"{what}; it starts again in {ending.pause_s:g} s", style="bold yellow")
+        return ending.pause_s
+
+    def on_killed(self, member: Member, waited_s: float) -> None:
+        self._screen.say(f"{member.name} did not stop within {waited_s:g} s and is killed")
+
+
+def names_of(service: str, count: int, *, is_alone: bool) -> list[str]:
+    """What the replicas are called: w1, w2…, or by their service where there are several."""
+    return [f"w{number}" if is_alone else f"{service}-{number}" for number in range(1, count + 1)]
 
 
 def describe_changes(changed: Sequence[Path]) -> str:

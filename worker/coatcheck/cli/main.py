@@ -1,4 +1,4 @@
-"""The group all commands hang on, and what happens to whatever they raise."""
+"""The group all commands hang on, and what happens to what they raise."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "dev": ("dev", "Run services while you write them."),
     "migrate": ("setup", "Bring the database schema up to date."),
     "declare": ("setup", "Make the queues of services, and the sweeper's."),
-    "worker": ("processes", "Run one replica of a service."),
-    "sweeper": ("processes", "Run the process that notices what is overdue."),
-    "submit": ("asking", "Hand a request to a service."),
-    "result": ("asking", "Print the result of a task, waiting for it."),
-    "ps": ("ps", "List tasks and what they wait for."),
-    "show": ("show", "Show everything about one task."),
-    "cancel": ("cancelling", "Cancel a task, wherever it is."),
+    "worker": ("run", "Run one replica of a service."),
+    "sweeper": ("run", "Run the process that notices what is overdue."),
+    "submit": ("requests", "Hand a request to a service."),
+    "result": ("requests", "Print the result of a task, waiting for it."),
+    "ps": ("tasks", "List tasks and what they wait for."),
+    "show": ("tasks", "Show everything about one task."),
+    "cancel": ("requests", "Cancel a task, wherever it is."),
     "dead": ("dead", "Look after messages that nobody could deal with."),
     "doctor": ("doctor", "Check the installation, and print the fix for what is wrong."),
     "version": ("setup", "Print the versions of Coatcheck, its schema and Python."),

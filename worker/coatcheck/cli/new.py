@@ -1,24 +1,34 @@
-"""`coatcheck new`: a small project that runs, is tested, and can be put into containers."""
+"""`coatcheck new`: a small project that runs, is tested, and can be put into containers.
+
+The project is installed with a release from an index, or with a wheel that it brings along. A project made with a
+Coatcheck from a clone or a repository needs that one, and no index may have it. So its wheel is built once and lies in
+the project's `vendor/`: neither a machine nor an image that installs the project needs the clone, git, or an index with
+Coatcheck in it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import keyword
 import os
 import re
 import shlex
 import shutil
 import string
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from importlib.metadata import packages_distributions
+from dataclasses import dataclass
+from importlib.metadata import distribution, packages_distributions
 from importlib.metadata import version as installed_version
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import click
 
-from coatcheck.cli import vendor
 from coatcheck.cli.output import say
 from coatcheck.worker.settings import redacted
 
@@ -39,6 +49,9 @@ TEMPLATES: Mapping[str, str] = {
     "tests/test_service.py": "test_service.py",
 }
 """What is written, and the template it is made of."""
+INDEX = "index"
+BUILD_TIMEOUT_S = 600.0
+_WHEEL = re.compile(r"coatcheck-(?P<version>[^-]+)-py3-none-any\.whl")
 
 
 class Template(string.Template):
@@ -75,10 +88,10 @@ def new(name: str, path: Path | None, source: str | None) -> None:
     """
     check_name(name)
     directory = path or Path(name)
-    found = vendor.find_source(source)
+    found = find_source(source)
     _check_place(directory, [*make_pages(name), *([Path("vendor")] if found is not None else [])])
     with tempfile.TemporaryDirectory(prefix="coatcheck-new-") as scratch:
-        vendored = None if found is None else vendor.build(found, Path(scratch))
+        vendored = None if found is None else build_wheel(found, Path(scratch))
         try:
             write(directory, make_pages(name, vendored))
             if vendored is not None:
@@ -109,7 +122,7 @@ def check_name(name: str) -> None:
         raise click.UsageError(f"{name!r} will not do: it is a package of {owners[0]}, which is installed here")
 
 
-def make_pages(name: str, vendored: vendor.Vendored | None = None) -> dict[Path, str]:
+def make_pages(name: str, vendored: Vendored | None = None) -> dict[Path, str]:
     """The files of the project, by their paths in it."""
     folder = files("coatcheck.cli") / "templates"
     values = {"name": name, "version": installed_version("coatcheck"), "copied": "", "wheel": "", "origin": ""}
@@ -143,7 +156,7 @@ def _suggestion(name: str) -> str:
     return f"; try {near}" if near and near not in TAKEN_NAMES and not keyword.iskeyword(near) else ""
 
 
-def _tell_what_next(directory: Path, vendored: vendor.Vendored | None) -> None:
+def _tell_what_next(directory: Path, vendored: Vendored | None) -> None:
     if vendored is not None:
         say(f"{directory / 'vendor' / vendored.wheel.name} was built from {redacted(vendored.source)}.")
     say(f"{directory}/ is there. Next:\n")
@@ -155,3 +168,72 @@ def _tell_what_next(directory: Path, vendored: vendor.Vendored | None) -> None:
         ("make submit", "in another terminal: ask the service something"),
     ):
         say(f"  {command:<14}{f'  # {meaning}' if meaning else ''}".rstrip())
+
+
+# --- the wheel that a project brings along ---
+
+
+@dataclass(frozen=True, slots=True)
+class Vendored:
+    """A wheel to bring along. `source` is what it was built from."""
+
+    wheel: Path
+    version: str
+    source: str
+
+
+def find_source(written: str | None) -> str | None:
+    """What `pip` shall build Coatcheck from; None for an index. Unsaid, it is where this Coatcheck came from."""
+    if written == INDEX:
+        return None
+    if written is not None:
+        return str(Path(written).resolve()) if Path(written).exists() else written
+    return _own_source()
+
+
+def build_wheel(source: str, directory: Path) -> Vendored:
+    """Build the wheel into a directory. Raises click.ClickException with what pip said."""
+    shown = redacted(source)
+    if importlib.util.find_spec("pip") is None:
+        raise click.ClickException(
+            f"building Coatcheck from {shown} takes pip, and {sys.executable} has none: run `python -m ensurepip`, or "
+            f"say --source {INDEX} if a package index has it"
+        )
+    # In a clone's own environment the build backend is there already, pinned; elsewhere pip fetches one.
+    options = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *options, "--wheel-dir", str(directory)]
+    try:
+        done = subprocess.run(  # noqa: S603 - building it is what was asked for
+            [*command, source],
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise click.ClickException(f"pip was still building {shown} after {BUILD_TIMEOUT_S:g} s") from error
+    wheels = [(path, found) for path in directory.glob("*.whl") if (found := _WHEEL.fullmatch(path.name))]
+    if done.returncode or len(wheels) != 1:
+        said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        raise click.ClickException(
+            f"{shown} is no source of Coatcheck that pip can build: {redacted(said[-1]) if said else 'no such wheel'}\n"
+            f"A source is a directory, a wheel or a git+https:// address; --source {INDEX} takes a package index."
+        )
+    ((wheel, found),) = wheels
+    return Vendored(wheel, found["version"], source)
+
+
+def _own_source() -> str | None:
+    """Where this Coatcheck was installed from, if not from an index (PEP 610)."""
+    noted = distribution("coatcheck").read_text("direct_url.json")
+    if noted is None:
+        return None
+    found = json.loads(noted)
+    url = str(found["url"])
+    if "vcs_info" in found:
+        return f"{found['vcs_info']['vcs']}+{url}@{found['vcs_info']['commit_id']}"
+    if urlsplit(url).scheme != "file":
+        return url
+    path = Path(unquote(urlsplit(url).path))
+    return str(path) if path.exists() else None

@@ -1,15 +1,19 @@
-"""Options that many commands share, and the way from them to settings."""
+"""Options and arguments that many commands share, and the way from them to settings and tasks."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
+from uuid import UUID
 
 import click
 
 from coatcheck.errors import InvalidSettings
+from coatcheck.store.postgres.store import Store
+from coatcheck.store.rows import TaskId
 from coatcheck.worker.client import Client
 from coatcheck.worker.settings import Settings, SettingsWarning, has_password, redacted
 
@@ -17,6 +21,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 CONNECT_BUDGET = timedelta(seconds=5)
 """A person waits: tools give up on a silent broker sooner than a worker does."""
+FEWEST_DIGITS = 6
+MOST_LISTED = 10
 
 broker_option = click.option(
     "--broker",
@@ -70,6 +76,31 @@ def find_shown_passwords(options: Mapping[str, Any]) -> list[str]:
 def make_client(**overrides: Any) -> Client:
     """A client of these settings that does not wait long for its broker."""
     return Client(load_settings(**overrides), connect_budget=CONNECT_BUDGET)
+
+
+async def find_task_id(store: Store, written: str) -> TaskId:
+    """The task meant by an id or a unique beginning of one. A whole id is not looked up.
+
+    Raises click.UsageError for what is no id, or fits several tasks (they are listed), click.ClickException for none.
+    """
+    digits = written.strip().lower().replace("-", "")
+    if not re.fullmatch(r"[0-9a-f]+", digits) or len(digits) > 32:
+        raise click.UsageError(f"{written!r} is not a task id; `coatcheck ps` lists them")
+    if len(digits) == 32:
+        return TaskId(UUID(digits))
+    if len(digits) < FEWEST_DIGITS:
+        raise click.UsageError(f"{written!r} is too short; give at least {FEWEST_DIGITS} digits of the id")
+    found = await store.find_ids(digits, limit=MOST_LISTED + 1)
+    if len(found) > 1:
+        listed = [f"  {task_id}" for task_id in found[:MOST_LISTED]]
+        more = ["  …"] if len(found) > MOST_LISTED else []
+        raise click.UsageError("\n".join([f"{written!r} fits more than one task:", *listed, *more]))
+    if not found:
+        raise click.ClickException(
+            f"no task has an id that begins with {written!r}: it never waited and its result was not kept, retention "
+            "removed it, or the id is wrong"
+        )
+    return found[0]
 
 
 def _warn(text: str) -> None:

@@ -3,14 +3,15 @@
 On a terminal: colours, and tables that fit. Off it: the same facts in plain columns, one line per row and nothing
 cut, so that grep, awk and a log keep working. With --json: one document on one line.
 
-Whatever came in a message or a row is foreign: control characters are spelled out, so that no text moves the cursor.
+What came in a message or a row is foreign: control characters are spelled out, so that no text moves the cursor.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -20,28 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coatcheck.worker.redaction import clean as clean  # noqa: PLC0414 - the other commands take it from here
-from coatcheck.worker.redaction import clean_json
-
-__all__ = [
-    "LONGEST_IN_COLOUR",
-    "STYLES",
-    "clean",
-    "duration",
-    "emit_json",
-    "from_now",
-    "is_terminal",
-    "make_table",
-    "moment",
-    "plain_table",
-    "pretty",
-    "say",
-    "say_block",
-    "say_facts",
-    "say_table",
-    "stderr",
-    "stdout",
-]
+from coatcheck.broker.bodies import Body, parse_body
+from coatcheck.broker.port import Message
+from coatcheck.errors import CoatcheckError
+from coatcheck.store.blobs import decode
+from coatcheck.worker.messages import to_body
+from coatcheck.worker.redaction import clean, clean_json
 
 STYLES = {
     "running": "cyan",
@@ -137,7 +122,7 @@ def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def _cell(text: str) -> str:
-    """One line, whatever the text: no cell looks like a next row."""
+    """A text as one line: no cell looks like a next row."""
     return " ".join(clean(text).split())
 
 
@@ -211,3 +196,60 @@ def _local(at: datetime) -> datetime:
 
 def _encode_foreign(value: Any) -> Any:
     return clean(str(value))
+
+
+# --- stored and travelling bodies, of any bytes, read without an exception ---
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A body and how it was read. `error` says why it could not be."""
+
+    format: str
+    size: int
+    value: Any = None
+    error: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"format": self.format, "bytes": self.size, "value": self.value}
+        return found | ({"error": self.error} if self.error else {})
+
+    def as_text(self, limit: int | None = None) -> str:
+        if self.error:
+            return f"({self.size} bytes that cannot be read: {self.error})"
+        if isinstance(self.value, bytes):
+            shown = self.value[: limit or self.size]
+            return f"{self.size} bytes: {shown.hex(' ')}{' …' if len(shown) < self.size else ''}"
+        return pretty(self.value, limit)
+
+
+def read_blob(blob: bytes) -> Payload:
+    """Read a stored value."""
+    try:
+        return _read(to_body(blob))
+    except CoatcheckError as error:
+        return Payload("unknown", len(blob), error=str(error))
+
+
+def read_message(message: Message) -> Payload:
+    """Read a message's body, within the limits everything from outside has."""
+    try:
+        body = parse_body(message.body, message.content_type, content_encoding=message.content_encoding)
+        return _read(body)
+    except CoatcheckError as error:
+        return Payload("unknown", len(message.body), error=str(error))
+
+
+def read_problem(blob: bytes | None) -> Mapping[str, Any] | None:
+    """Read a stored failure; one that is not a document becomes one."""
+    if blob is None:
+        return None
+    try:
+        found = decode(blob)
+    except (CoatcheckError, ValueError, RecursionError) as error:
+        return {"code": "damaged_value", "detail": str(error)}
+    return found if isinstance(found, dict) else {"code": "unknown", "detail": str(found)}
+
+
+def _read(body: Body) -> Payload:
+    return Payload(body.content_type.value, len(body.raw), body.decode())

@@ -1,6 +1,6 @@
-"""A peer of the demo: answers questions about topics, after a while.
+"""The peers of the demo, each a process: it answers questions about topics, after a while.
 
-    python -m coatcheck.demo.peer NAME --queue QUEUE [--delay 0.5] [--progress-every 0.4] [--silent] [--seed 1]
+    python -m coatcheck.demo.peer NAME QUEUE SEED
 
 It uses the broker port only, so that it runs on any broker. A peer needs nothing of ours: with RabbitMQ it could be
 `examples/search_peer.py`, or a program in another language.
@@ -8,7 +8,6 @@ It uses the broker port only, so that it runs on any broker. A peer needs nothin
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -16,11 +15,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
-from typing import Any
 
 from coatcheck.broker import (
     Body,
@@ -34,116 +30,99 @@ from coatcheck.broker import (
     make_result,
     parse_request,
 )
-from coatcheck.demo.plan import Finding, Source
 from coatcheck.errors import BrokerUnavailable, CoatcheckError
 
-Send = Callable[[Message], Awaitable[None]]
-Tell = Callable[[int, int], Awaitable[None]]
-
+PATIENCE_S = 2.5
+"""How long a source may be silent before its call times out. One of them takes longer and says so on the way."""
 PREFETCH = 2000
 """All questions at once: a peer takes its time for each, but not one after the other."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m coatcheck.demo.peer")
-    parser.add_argument("name")
-    parser.add_argument("--queue", required=True)
-    parser.add_argument("--delay", type=float, default=0.5)
-    parser.add_argument("--progress-every", type=float, default=0.0)
-    parser.add_argument("--silent", action="store_true")
-    parser.add_argument("--seed", default="")
-    options = parser.parse_args()
-    source = Source(options.name, options.delay, options.progress_every, options.silent)
-    try:
-        asyncio.run(answer_until_told(source, options.queue, seed=options.seed))
-    except CoatcheckError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A peer that surveys ask: how long an answer takes it, about, and how often it says that it is still at it."""
+
+    name: str
+    delay_s: float
+    progress_every_s: float = 0.0
+    is_silent: bool = False
 
 
-async def answer_until_told(source: Source, queue: str, *, seed: str) -> None:
-    """Answer questions until SIGTERM. What is in hand then goes back to the queue."""
+LIBRARY = Source("library", 0.5)
+ARCHIVE = Source("archive", 1.0)
+PRESS = Source("press", PATIENCE_S + 1.0, progress_every_s=0.4)
+ORACLE = Source("oracle", 0.0, is_silent=True)
+SOURCES = (LIBRARY, ARCHIVE, PRESS, ORACLE)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAnswer:
+    """What a source answers."""
+
+    text: str
+    took_s: float
+    progress_count: int = 0
+
+
+async def serve(source: Source, queue: str, *, seed: str) -> None:
+    """Answer questions until SIGTERM, each in a task of its own. What is in hand then goes back to the queue."""
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    answering: set[asyncio.Task[None]] = set()
     async with connect(os.environ["COATCHECK_BROKER"], name=f"demo {source.name}") as broker:
+
+        def on_delivery(delivery: Delivery) -> None:
+            log("question_came")
+            if source.is_silent:
+                delivery.ack()
+                return
+            task = asyncio.create_task(_answer(broker, source, delivery, seed=seed))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+
         await broker.declare_service(queue)
-        peer = Peer(broker, source, seed=seed)
-        await broker.consume(queue, peer.on_delivery, prefetch=PREFETCH)
+        await broker.consume(queue, on_delivery, prefetch=PREFETCH)
         log("peer_started")
         await told.wait()
-        peer.stop()
-
-
-class Peer:
-    """Answers every question in a task of its own."""
-
-    def __init__(self, broker: Broker, source: Source, *, seed: str) -> None:
-        self._broker = broker
-        self._source = source
-        self._seed = seed
-        self._answering: set[asyncio.Task[None]] = set()
-
-    def on_delivery(self, delivery: Delivery) -> None:
-        log("question_came")
-        if self._source.is_silent:
-            delivery.ack()
-            return
-        self._spawn(self._answer(delivery))
-
-    def stop(self) -> None:
-        for task in self._answering:
+        for task in answering:
             task.cancel()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
 
-    async def _answer(self, delivery: Delivery) -> None:
-        came_s = time.monotonic()
-        request = parse_request(delivery.message)
-        topic = request.body.decode(str)
-        assert request.reply_to is not None
-        assert request.correlation_id is not None
-        send = partial(self._send, request.reply_to)
-        try:
-            count = await self._work(topic, partial(self._tell, send, request.correlation_id))
-            finding = Finding(f"{topic}: what the {self._source.name} knows", time.monotonic() - came_s, count)
-            await send(make_result(Body.of(asdict(finding)), request.correlation_id))
-        except BrokerUnavailable:
-            delivery.requeue()
-            return
-        log("question_answered")
-        delivery.ack()
+async def _answer(broker: Broker, source: Source, delivery: Delivery, *, seed: str) -> None:
+    """Take the time that this question takes, the same for the same seed, and answer."""
+    came_s = time.monotonic()
+    request = parse_request(delivery.message)
+    topic, correlation_id = request.body.decode(str), request.correlation_id or ""
 
-    async def _work(self, topic: str, tell: Tell) -> int:
-        """Take the time that this question takes, the same for the same seed; returns how often it told of it."""
-        dice = random.Random(f"{self._seed}:{self._source.name}:{topic}")
-        every_s = self._source.progress_every_s
-        if not every_s:
-            await asyncio.sleep(self._source.delay_s * dice.uniform(0.5, 1.5))
-            return 0
-        total = round(self._source.delay_s / every_s)
-        for done in range(total):
-            await asyncio.sleep(every_s)
-            await tell(done + 1, total)
-        return total
+    async def send(message: Message) -> None:
+        await broker.publish([Outgoing(request.reply_to or "", message)])
 
-    async def _tell(self, send: Send, correlation_id: str, done: int, total: int) -> None:
-        await send(make_progress(Progress(done, total, "printing"), correlation_id))
-        log("progress_told")
-
-    async def _send(self, reply_to: str, message: Message) -> None:
-        await self._broker.publish([Outgoing(reply_to, message)])
+    steps = round(source.delay_s / source.progress_every_s) if source.progress_every_s else 0
+    try:
+        if not steps:
+            await asyncio.sleep(source.delay_s * random.Random(f"{seed}:{source.name}:{topic}").uniform(0.5, 1.5))
+        for done in range(steps):
+            await asyncio.sleep(source.progress_every_s)
+            await send(make_progress(Progress(done + 1, steps, "printing"), correlation_id))
+            log("progress_told")
+        answer = SourceAnswer(f"{topic}: what the {source.name} knows", time.monotonic() - came_s, steps)
+        await send(make_result(Body.of(asdict(answer)), correlation_id))
+    except BrokerUnavailable:
+        delivery.requeue()
+        return
+    log("question_answered")
+    delivery.ack()
 
 
 def log(event: str) -> None:
     """One JSON line, like those of a worker; the demo counts them."""
-    line = {"event": event, "timestamp": datetime.now(UTC).isoformat()}
-    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.write(json.dumps({"event": event, "timestamp": datetime.now(UTC).isoformat()}) + "\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    named = {source.name: source for source in SOURCES}
+    try:
+        asyncio.run(serve(named[sys.argv[1]], sys.argv[2], seed=sys.argv[3]))
+    except CoatcheckError as error:
+        sys.exit(str(error))

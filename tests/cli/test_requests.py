@@ -17,7 +17,7 @@ from tests.conftest import ServiceNames
 from tests.store.kit import birth, call, cancel_of, done, park, put_of, start, written
 
 from coatcheck.broker import Broker
-from coatcheck.cli.asking import read_body, read_token
+from coatcheck.cli.requests import read_body, read_token
 from coatcheck.store import Store, TaskId
 
 SERVICE = """

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from coatcheck.demo.ledger import Ledger, Verdict, judge
-from coatcheck.demo.plan import Finding, Plan, Question, Survey
+from coatcheck.demo.books import AskerBooks, DemoVerdict, judge
+from coatcheck.demo.peer import SourceAnswer
+from coatcheck.demo.survey import DemoPlan, Question, Survey
 
 QUESTION = Question("topic 1", ["library", "press", "oracle"], patience_s=2.5)
 ANSWER = Survey(
     topic="topic 1",
-    found={"library": Finding("topic 1: a", 0.5), "press": Finding("topic 1: b", 3.5, progress_count=8)},
-    again=Finding("topic 1, according to 2 sources: c", 0.4),
+    found={"library": SourceAnswer("topic 1: a", 0.5), "press": SourceAnswer("topic 1: b", 3.5, progress_count=8)},
+    again=SourceAnswer("topic 1, according to 2 sources: c", 0.4),
     missing=["oracle"],
     began_on="w2",
     ended_on="w1",
@@ -24,25 +25,27 @@ ANSWER = Survey(
 @pytest.fixture
 def books(tmp_path: Path):
     """One task was asked for, and the replica that began it was killed."""
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = AskerBooks(tmp_path / "ledger.jsonl")
     ledger.note_asked("1", QUESTION)
     ledger.note_killed("w2")
     yield ledger
     ledger.close()
 
 
-def answer(books: Ledger, number: str = "1", *, body: Any = None, reply_id: str = "a", is_error: bool = False) -> None:
+def answer(
+    books: AskerBooks, number: str = "1", *, body: Any = None, reply_id: str = "a", is_error: bool = False
+) -> None:
     books.note_answered(number, reply_id=reply_id, is_error=is_error, body=asdict(ANSWER) if body is None else body)
 
 
-def complaints(books: Ledger) -> str:
+def complaints(books: AskerBooks) -> str:
     return "; ".join(judge(books.path).complaints)
 
 
 def test_right_answer_leaves_nothing_to_complain_about(books):
     answer(books)
 
-    assert judge(books.path) == Verdict(
+    assert judge(books.path) == DemoVerdict(
         asked=1, answered=1, finished_elsewhere=1, killed="w2", survivors=1, kept_by_progress=1, timeouts=1
     )
     assert complaints(books) == ""
@@ -80,9 +83,9 @@ def test_two_different_answers_are_noticed(books, second):
         {"topic": "topic 2"},
         {"missing": []},
         {"missing": ["oracle", "library"]},
-        {"missing": [], "found": {**ANSWER.found, "oracle": Finding("topic 1: o", 0.1)}},
-        {"again": Finding("topic 2: c", 0.4)},
-        {"found": {"library": Finding("topic 7: a", 0.5)}, "missing": ["press", "oracle"]},
+        {"missing": [], "found": {**ANSWER.found, "oracle": SourceAnswer("topic 1: o", 0.1)}},
+        {"again": SourceAnswer("topic 2: c", 0.4)},
+        {"found": {"library": SourceAnswer("topic 7: a", 0.5)}, "missing": ["press", "oracle"]},
     ],
 )
 def test_answer_that_does_not_fit_is_noticed(books, changed):
@@ -124,7 +127,10 @@ def test_source_that_a_busy_machine_made_late_is_a_timeout_and_nothing_wrong(boo
     ("changed", "complaint"),
     [
         ({"ended_on": "w2"}, "no task was finished by another replica"),
-        ({"found": {**ANSWER.found, "press": Finding("topic 1: b", 2.0)}}, "no slow call was kept alive by progress"),
+        (
+            {"found": {**ANSWER.found, "press": SourceAnswer("topic 1: b", 2.0)}},
+            "no slow call was kept alive by progress",
+        ),
     ],
 )
 def test_run_that_does_not_show_the_point_fails(books, changed, complaint):
@@ -134,10 +140,10 @@ def test_run_that_does_not_show_the_point_fails(books, changed, complaint):
 
 
 def test_books_without_a_kill_or_a_timeout_fail(tmp_path: Path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = AskerBooks(tmp_path / "ledger.jsonl")
     question = Question("topic 1", ["library"])
     ledger.note_asked("1", question)
-    survey = replace(ANSWER, found={"library": Finding("topic 1: a", 0.5)}, missing=[])
+    survey = replace(ANSWER, found={"library": SourceAnswer("topic 1: a", 0.5)}, missing=[])
     ledger.note_answered("1", reply_id="a", is_error=False, body=asdict(survey))
     ledger.close()
 
@@ -151,7 +157,7 @@ def test_empty_books_fail(tmp_path: Path):
 
 
 def test_answer_before_the_kill_is_no_survivor(tmp_path: Path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = AskerBooks(tmp_path / "ledger.jsonl")
     ledger.note_asked("1", QUESTION)
     answer(ledger)
     ledger.note_killed("w2")
@@ -172,11 +178,11 @@ def test_books_are_lines_of_json_that_others_can_read(books):
 
 @pytest.mark.parametrize("count", [10, 11, 30, 300])
 def test_plan_has_questions_for_every_source_and_is_the_same_for_the_same_seed(count: int):
-    plan = Plan(count, 3, seed=7)
+    plan = DemoPlan(count, 3, seed=7)
     questions = list(plan.questions())
 
     assert len(questions) == count
-    assert questions == list(Plan(count, 3, seed=7).questions())
+    assert questions == list(DemoPlan(count, 3, seed=7).questions())
     assert sum("press" in question.sources for question in questions) == count // 10
     assert sum("oracle" in question.sources for question in questions) == count // 10
     assert plan.victim in plan.replicas
@@ -184,5 +190,5 @@ def test_plan_has_questions_for_every_source_and_is_the_same_for_the_same_seed(c
 
 
 def test_seeds_differ():
-    assert len({Plan(10, 3, seed).victim for seed in range(20)}) == 3
-    assert list(Plan(30, 3, 1).questions()) != list(Plan(30, 3, 2).questions())
+    assert len({DemoPlan(10, 3, seed).victim for seed in range(20)}) == 3
+    assert list(DemoPlan(30, 3, 1).questions()) != list(DemoPlan(30, 3, 2).questions())

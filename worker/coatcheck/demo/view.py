@@ -1,9 +1,9 @@
-"""What the demo shows while it runs: a view that is redrawn on a terminal, a line per event elsewhere."""
+"""What the demo shows: a view that is redrawn on a terminal, a line per event elsewhere, and the figures at the end."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TextIO
+from dataclasses import asdict
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,35 +12,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from coatcheck.demo.plan import ORACLE, PRESS, SOURCES
-from coatcheck.demo.scene import Replica, Scene, State
-from coatcheck.demo.story import Line
+from coatcheck.demo.books import DemoVerdict
+from coatcheck.demo.peer import ORACLE, PRESS, SOURCES
+from coatcheck.demo.scene import DemoScene, ReplicaState, ReplicaView, StoryLine
 
 PLAIN_EVERY_S = 1.0
 NARROW = 64
 TINY = 44
 """Columns below which the view leaves out what matters least."""
 
-_STATE_STYLES = {State.STARTING: "dim", State.WORKING: "green", State.KILLED: "bold red", State.JOINED: "cyan"}
+_STATE_STYLES = dict(zip(ReplicaState, ("dim", "green", "bold red", "cyan"), strict=True))
 _COUNTS = ("started", "parked", "resumed", "finished")
-
-
-class Display(ABC):
-    """`with make_display(…) as display: …`; `show` as often as you like."""
-
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    @abstractmethod
-    def say(self, scene: Scene, text: str) -> None:
-        """Tell one thing that happened."""
-
-    @abstractmethod
-    def show(self, scene: Scene) -> None:
-        """Show the state of affairs."""
+NEXT = (
+    ("coatcheck new shop", "a small project of your own: a service, a peer, a test"),
+    ("cd shop && make dev", "run it here with `coatcheck dev`; each change reloads it"),
+    ("docs/README.md", "in the repository: how to write, run and watch tasks"),
+)
 
 
 def make_console(stream: TextIO, *, is_plain: bool) -> Console:
@@ -57,22 +44,31 @@ class _Console(Console):
 
 
 def make_display(console: Console) -> Display:
-    return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(console)
+    """A view on a terminal, lines elsewhere."""
+    return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else Display(console)
 
 
-class PlainDisplay(Display):
-    """A line per event, for pipes, logs and whoever asked for it."""
+class Display:
+    """A line per event, for pipes, logs and `--plain`; `show` as often as you like."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._said_at_s = 0.0
-        self._told: set[Line] = set()
+        self._told: set[StoryLine] = set()
         self._ready: set[str] = set()
 
-    def say(self, scene: Scene, text: str) -> None:
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def say(self, scene: DemoScene, text: str) -> None:
+        """Tell one thing that happened."""
         self._print(scene.elapsed_s(), text)
 
-    def show(self, scene: Scene) -> None:
+    def show(self, scene: DemoScene) -> None:
+        """Show the state of affairs."""
         self._tell_ready(scene)
         self._tell_story(scene)
         is_under_way = scene.answered < scene.plan.task_count and scene.asked
@@ -83,14 +79,14 @@ class PlainDisplay(Display):
                 scene, f"asked {scene.asked} of {scene.plan.task_count}, answered {scene.answered}, waiting {waiting}"
             )
 
-    def _tell_ready(self, scene: Scene) -> None:
+    def _tell_ready(self, scene: DemoScene) -> None:
         for word, names in scene.starts.items():
             ready_s = scene.find_ready_s(word)
             if ready_s is not None and word not in self._ready:
                 self._ready.add(word)
                 self._print(scene.elapsed_s(ready_s), f"ready: {word}" + (f" {', '.join(names)}" if names[1:] else ""))
 
-    def _tell_story(self, scene: Scene) -> None:
+    def _tell_story(self, scene: DemoScene) -> None:
         """What the task went through before it was chosen is one line; the rest is told as it happens."""
         chronicle = scene.chronicle
         news = [line for line in chronicle.lines if line not in self._told]
@@ -111,7 +107,7 @@ class LiveDisplay(Display):
     """One view, drawn again and again in its place; it stays when the demo is over."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._live = Live(console=console, auto_refresh=False)
         self._news = ""
 
@@ -122,33 +118,23 @@ class LiveDisplay(Display):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def say(self, scene: Scene, text: str) -> None:
+    def say(self, scene: DemoScene, text: str) -> None:
         self._news = text
         self.show(scene)
 
-    def show(self, scene: Scene) -> None:
+    def show(self, scene: DemoScene) -> None:
         self._live.update(render(scene, self._news, width=self._console.width), refresh=True)
 
 
-def render(scene: Scene, news: str, *, width: int) -> RenderableType:
+def render(scene: DemoScene, news: str, *, width: int) -> RenderableType:
     """The whole view. Until the first survey is asked for there is nothing to count: it shows what is being started."""
-    if not scene.asked:
-        head = _head(scene, width=width)
-        return Group(head, Text(), Text(news or " ", style="dim"), Text(), _starts(scene), Text(), _story(scene))
-    return Group(
-        _head(scene, width=width),
-        Text(),
-        _replicas(scene, width=width),
-        Text(),
-        _peers(scene, width=width),
-        Text(),
-        _progress(scene, width=width),
-        Text(),
-        _story(scene),
-    )
+    middle: list[RenderableType] = [Text(news or " ", style="dim"), _starts(scene)]
+    if scene.asked:
+        middle = [_replicas(scene, width=width), _peers(scene, width=width), _progress(scene, width=width)]
+    return Group(_head(scene, width=width), *(it for part in [*middle, _story(scene)] for it in (Text(), part)))
 
 
-def _head(scene: Scene, *, width: int) -> RenderableType:
+def _head(scene: DemoScene, *, width: int) -> RenderableType:
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
@@ -157,7 +143,7 @@ def _head(scene: Scene, *, width: int) -> RenderableType:
     return grid
 
 
-def _starts(scene: Scene) -> Table:
+def _starts(scene: DemoScene) -> Table:
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -165,17 +151,17 @@ def _starts(scene: Scene) -> Table:
     for word, names in scene.starts.items():
         ready_s = scene.find_ready_s(word)
         missing = [name for name in names if name not in scene.ready]
+        state, more = Text("starting", "yellow"), ""
         if ready_s is not None:
-            table.add_row(Text(word, "bold"), Text(f"ready at {scene.elapsed_s(ready_s):.1f}s", "green"), "")
-        elif len(names) == 1:
-            table.add_row(Text(word, "bold"), Text("starting", "yellow"), "")
-        else:
-            count = f"{len(names) - len(missing)} of {len(names)} ready"
-            table.add_row(Text(word, "bold"), Text(count, "yellow"), f"starting {' '.join(missing)}")
+            state = Text(f"ready at {scene.elapsed_s(ready_s):.1f}s", "green")
+        elif len(names) > 1:
+            state = Text(f"{len(names) - len(missing)} of {len(names)} ready", "yellow")
+            more = f"starting {' '.join(missing)}"
+        table.add_row(Text(word, "bold"), state, more)
     return table
 
 
-def _replicas(scene: Scene, *, width: int) -> Table:
+def _replicas(scene: DemoScene, *, width: int) -> Table:
     counts = _COUNTS if width >= NARROW else _COUNTS[2:] if width >= TINY else _COUNTS[3:]
     table = Table(box=None, pad_edge=False, padding=(0, 3 if width >= TINY else 1, 0, 0), header_style="dim")
     table.add_column("replica", no_wrap=True)
@@ -186,23 +172,23 @@ def _replicas(scene: Scene, *, width: int) -> Table:
         figures = [str(replica.counts[name]) for name in counts]
         if width >= TINY:
             figures.append(f"{replica.rss / 1e6:.0f} MB" if replica.rss else "-")
-        style = "dim" if replica.state is State.KILLED else ""
+        style = "dim" if replica.state is ReplicaState.KILLED else ""
         table.add_row(Text(replica.name, "bold"), _state(scene, replica, width=width), *figures, style=style)
     return table
 
 
-def _state(scene: Scene, replica: Replica, *, width: int) -> Text:
+def _state(scene: DemoScene, replica: ReplicaView, *, width: int) -> Text:
     at = f" at {scene.elapsed_s(replica.changed_at_s):.1f}s"
-    is_dated = replica.state in {State.KILLED, State.JOINED} and width >= NARROW
+    is_dated = replica.state in {ReplicaState.KILLED, ReplicaState.JOINED} and width >= NARROW
     return Text(f"{replica.state.value}{at if is_dated else ''}", style=_STATE_STYLES[replica.state])
 
 
-def _peers(scene: Scene, *, width: int) -> RenderableType:
+def _peers(scene: DemoScene, *, width: int) -> RenderableType:
     counts = scene.peers
     line = Text("peers     ", style="dim")
     for source in SOURCES:
         done, came = (counts[source.name][name] for name in ("question_answered", "question_came"))
-        line.append_text(Text.assemble((f"{source.name} ", "not dim"), (f"{done}/{came}   ", "not dim")))
+        line.append(f"{source.name} {done}/{came}   ", style="not dim")
     if width < NARROW:
         return line
     told = counts[PRESS.name]["progress_told"]
@@ -210,7 +196,7 @@ def _peers(scene: Scene, *, width: int) -> RenderableType:
     return Group(line, Text(remark, style="dim"))
 
 
-def _progress(scene: Scene, *, width: int) -> RenderableType:
+def _progress(scene: DemoScene, *, width: int) -> RenderableType:
     total = scene.plan.task_count
     figures = Text.assemble(
         (f"{scene.answered}", "bold"), f"/{total} answered", (f", {scene.asked - scene.answered} waiting", "dim")
@@ -224,7 +210,7 @@ def _progress(scene: Scene, *, width: int) -> RenderableType:
     return grid
 
 
-def _story(scene: Scene) -> RenderableType:
+def _story(scene: DemoScene) -> RenderableType:
     chronicle = scene.chronicle
     if chronicle.task_id is None:
         text = f"{scene.plan.victim} will be killed with -9 on the way; then one of its tasks is followed here."
@@ -236,3 +222,72 @@ def _story(scene: Scene) -> RenderableType:
         grid.add_row(f"{scene.elapsed_s(line.at_s):.1f}s", Text(line.text, style="bold" if line.is_turn else ""))
     title = Text.assemble("the story of one task  ", (chronicle.task_id[:8], "cyan"))
     return Group(title, Padding(grid, (0, 0, 0, 2)))
+
+
+# --- the figures at the end, for people and for programs ---
+
+
+def show_verdict(console: Console, verdict: DemoVerdict, *, scene: DemoScene) -> None:
+    """The figures, and what is wrong with them if anything is."""
+    console.print()
+    if console.is_terminal:
+        console.print(_table(verdict))
+    else:
+        for name, figure, remark in _figures(verdict):
+            console.print(Text(f"{name:<18}  {figure:>6}   {remark}".rstrip()))
+    console.print()
+    for complaint in verdict.complaints:
+        console.print(Text.assemble(("not as promised: ", "bold red"), complaint))
+    if not verdict.complaints:
+        rest = f" {scene.elapsed_s():.1f} s, seed {scene.plan.seed}."
+        console.print(Text.assemble(("Nothing was lost, and nothing was answered twice.", "bold green"), (rest, "dim")))
+
+
+def show_next(console: Console) -> None:
+    """Where to go from here."""
+    width = max(len(command) for command, _ in NEXT)
+    console.print()
+    console.print(Text("What to try next:"))
+    for command, about in NEXT:
+        console.print(Text.assemble("  ", (command.ljust(width), "cyan"), "   ", (about, "dim")))
+
+
+def describe_verdict(verdict: DemoVerdict, *, scene: DemoScene) -> dict[str, Any]:
+    """The verdict as a document; its names do not change."""
+    lines = [{"at_s": round(scene.elapsed_s(it.at_s), 3), "what": it.text} for it in scene.chronicle.lines]
+    return {
+        "is_ok": not verdict.complaints,
+        **asdict(verdict),
+        "complaints": verdict.complaints,
+        "story": {"task_id": scene.chronicle.task_id, "lines": lines},
+        "seed": scene.plan.seed,
+        "seconds": round(scene.elapsed_s(), 3),
+    }
+
+
+def _table(verdict: DemoVerdict) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 3, 0, 0), pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for name, figure, remark in _figures(verdict):
+        table.add_row(name, str(figure), remark)
+    return table
+
+
+def _figures(verdict: DemoVerdict) -> list[tuple[str, int, str]]:
+    return [
+        ("asked", verdict.asked, ""),
+        ("answered", verdict.answered, ""),
+        ("lost", len(verdict.lost), ""),
+        ("answered twice", len(verdict.answered_twice), f"the same answer delivered again: {verdict.repeated}"),
+        ("finished elsewhere", verdict.finished_elsewhere, "by another replica than the one that began"),
+        ("survivors", verdict.survivors, f"begun by {verdict.killed}, answered after it was killed"),
+        ("kept by progress", verdict.kept_by_progress, f"{PRESS.name} took longer than a peer may be silent"),
+        ("timeouts", verdict.timeouts, _why_timeouts(verdict)),
+    ]
+
+
+def _why_timeouts(verdict: DemoVerdict) -> str:
+    busy = f"; a busy machine made {verdict.late} others late" if verdict.late else ""
+    return f"answered in part: {ORACLE.name} never answers{busy}"

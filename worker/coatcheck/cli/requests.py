@@ -1,4 +1,4 @@
-"""`coatcheck submit` and `coatcheck result`: what a client does, from a shell.
+"""`coatcheck submit`, `coatcheck result` and `coatcheck cancel`: what a client does, from a shell.
 
 A result goes to stdout as JSON, a failure to stderr, and the exit code tells them apart:
 0 a result, 1 a failure, 2 wrong usage, 3 no end within --timeout (the task goes on).
@@ -20,10 +20,8 @@ from uuid import UUID
 import click
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from coatcheck.cli.finding import find_task_id
-from coatcheck.cli.options import broker_option, json_option, make_client, store_option
-from coatcheck.cli.output import emit_json, is_terminal, pretty, say, stderr
-from coatcheck.cli.payloads import read_problem
+from coatcheck.cli.options import broker_option, connections, find_task_id, json_option, make_client, store_option
+from coatcheck.cli.output import emit_json, is_terminal, pretty, read_problem, say, stderr
 from coatcheck.errors import CoatcheckError, NobodyThere, TaskCancelled, TaskFailed
 from coatcheck.store.rows import Task, TaskState
 from coatcheck.worker.client import Client, Ticket
@@ -31,8 +29,7 @@ from coatcheck.worker.redaction import clean
 
 NOT_YET = 3
 PATIENCE_S = 30.0
-"""How long somebody who waits for a result also waits for the service to appear."""
-
+"""How long `--wait` waits for the service to appear, and for a cancelled task to end unless --timeout says more."""
 LOOK_AGAIN_S = 1.0
 
 timeout_option = click.option(
@@ -143,7 +140,7 @@ async def _submit(
 
 
 async def _ask_patiently(ask: Callable[[], Awaitable[Ticket]], timeout_s: float | None) -> Ticket:
-    """Ask again while nobody is there to be asked: whoever waits may well have started the service a moment ago."""
+    """Ask again while the service is not there: the user may have started it a moment ago."""
     patience_s = PATIENCE_S if timeout_s is None else min(PATIENCE_S, timeout_s)
     ends_s = time.monotonic() + patience_s
     has_said = False
@@ -177,7 +174,7 @@ async def _wait(client: Client, ticket: Ticket, timeout_s: float | None, *, as_j
 
 
 async def _tell_if_held(client: Client, task_id: UUID) -> None:
-    """Say once that a task cannot go on, and why. Whoever may not look at the store, or cannot, waits in silence."""
+    """Say once that a task cannot go on, and why. A user who cannot read the store waits in silence."""
     while True:
         await asyncio.sleep(LOOK_AGAIN_S)
         try:
@@ -202,7 +199,7 @@ async def _is_soon_held(client: Client, task_id: UUID) -> bool:
                 return False
             await asyncio.sleep(0.05)
     except CoatcheckError:
-        pass  # whoever may not look at the store has the id, and that is all there is to say
+        pass  # without access to the store the id is all there is to say
     return False
 
 
@@ -320,3 +317,83 @@ def _not_yet(task_id: UUID, timeout_s: float | None) -> NoReturn:
     after = f" after {timeout_s:g} s" if timeout_s else ""
     say(f"Error: task {task_id} has not ended{after}; it goes on, see `coatcheck show {task_id}`", err=True)
     click.get_current_context().exit(NOT_YET)
+
+
+# --- cancel ---
+
+
+@click.command(short_help="Cancel a task, wherever it is.")
+@click.argument("task_id")
+@click.option("--reason", help="Why; the requester and the peers are told.")
+@click.option("--service", help="The task's service, for a task that has no row yet.")
+@click.option("--wait", is_flag=True, help="Wait until the task has ended (at most --timeout, 30 s by default).")
+@timeout_option
+@connections
+@json_option
+def cancel(
+    *,
+    task_id: str,
+    reason: str | None,
+    service: str | None,
+    wait: bool,
+    timeout: float | None,
+    broker: str | None,
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Cancel a task: waiting, running on any replica, or not begun yet.
+
+    Its peers are told, and its requester gets `cancelled` as the final reply. A task that has ended already stays as
+    it is, and the exit code is 1. TASK_ID may be the beginning of an id.
+
+    \b
+    Example:
+      coatcheck cancel 5f0c6a55 --reason "ordered twice" --wait
+    """
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout is about waiting; add --wait")
+    patience_s = (PATIENCE_S if timeout is None else timeout) if wait else None
+    client = make_client(broker=broker, store=store)
+    asyncio.run(_cancel(client, task_id, reason=reason, service=service, patience_s=patience_s, as_json=as_json))
+
+
+async def _cancel(
+    client: Client, written: str, *, reason: str | None, service: str | None, patience_s: float | None, as_json: bool
+) -> None:
+    async with client:
+        task_id = await find_task_id(client.store, written)
+        task = await client.find(task_id)
+        if task is None and service is None:
+            raise click.ClickException(
+                f"no row knows task {task_id}, so its service is unknown; if it has not begun yet, add --service NAME"
+            )
+        if task is not None and task.state.is_final:
+            _report_cancel(task_id, task.state, is_asked=False, as_json=as_json)
+        await client.cancel(task.service if task is not None else str(service), task_id, reason=reason)
+        if patience_s is None:
+            _report_cancel(task_id, None, is_asked=True, as_json=as_json)
+        try:
+            await client.result(task_id, timeout=patience_s)
+            state = TaskState.DONE
+        except TaskCancelled:
+            state = TaskState.CANCELLED
+        except TaskFailed:
+            state = TaskState.FAILED
+        except TimeoutError:
+            say(f"Error: the cancel is on its way; task {task_id} has not ended after {patience_s:g} s", err=True)
+            click.get_current_context().exit(NOT_YET)
+        _report_cancel(task_id, state, is_asked=True, as_json=as_json)
+
+
+def _report_cancel(task_id: UUID, state: TaskState | None, *, is_asked: bool, as_json: bool) -> NoReturn:
+    """Say how it ended and leave. `state` None: the command did not wait."""
+    is_well = state is None or (is_asked and state is TaskState.CANCELLED)
+    if as_json:
+        emit_json({"task_id": task_id, "is_asked": is_asked, "state": state})
+    elif state is None:
+        say(f"Task {task_id} will be cancelled.")
+    elif is_well:
+        say(f"Task {task_id} is cancelled.")
+    else:
+        say(f"Task {task_id} is {state} already; there is nothing to cancel.", err=True)
+    click.get_current_context().exit(0 if is_well else 1)

@@ -2,27 +2,32 @@
 
 The processes log JSON, as in production; here it becomes a time, the event, the task and the other facts. Facts that
 are the same on every line, or of use to a machine only, are left out unless the level is debug; so are warnings that
-everybody repeats while a server is away. What is no log event
-(a `print`, a traceback of the interpreter) is shown as it came.
+all processes repeat while a server is away. What is no log event (a `print`, a traceback of the interpreter) is shown
+as it came.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Self, TextIO, cast
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.text import Text
 
-from coatcheck.cli.dev_repeats import Repeats
+from coatcheck.cli.dev_sources import Offer
 from coatcheck.cli.output import LONGEST_IN_COLOUR, Terminal
 from coatcheck.worker.log_streams import LineFile, line_stream
 from coatcheck.worker.redaction import clean
-from coatcheck.worker.settings import LogLevel
+from coatcheck.worker.settings import Checkpointing, LogLevel, Settings, is_embedded, redacted
 
 STARTED = frozenset({"worker_started", "sweeper_started"})
 LEVELS = tuple(LogLevel)
@@ -32,6 +37,8 @@ OWN_LABEL = "dev"
 SHORT_ID = 8
 EVENT_WIDTH = 14
 LONGEST_FACT = 200
+QUIET = timedelta(seconds=10)
+PASSWORD_FILE = "postgres/password"  # noqa: S105 -- where it is, not what it is
 
 _UNSEEN_EVENTS = frozenset({"broker_connected", "stop_requested", "worker_draining"})
 _PRIVATE_QUEUES = "coatcheck.private."
@@ -47,6 +54,7 @@ _WITH_STORY = frozenset({"task_failed", "task_held", "task_crashed_repeatedly"})
 _BLOCKS = ("exception", "stack", "traceback")
 """What takes lines of its own."""
 _COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_EARLIEST_YEAR, _LATEST_YEAR = 1970, 9000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Said:
 
 
 def read_line(raw: bytes) -> Said:
-    """Read a line of output. Whatever it is, it is something to show."""
+    """Read a line of output: a log event, or a text to show as it is."""
     text = raw.decode("utf-8", "replace").rstrip("\r\n")
     try:
         found = msgspec.json.decode(raw) if text.startswith("{") else None
@@ -74,7 +82,7 @@ def read_line(raw: bytes) -> Said:
 
 
 class Screen:
-    """Writes what everybody says, in the order it came. Output that nobody reads any more is dropped."""
+    """Writes what all processes say, in the order it came. Once the reader has gone, output is dropped."""
 
     def __init__(self, console: Terminal, *, level: LogLevel = LogLevel.INFO) -> None:
         self._console = console
@@ -98,7 +106,7 @@ class Screen:
         return screen
 
     def add(self, *labels: str) -> None:
-        """Give everyone a colour, and room for the longest label."""
+        """Give each label a colour, and room for the longest of them."""
         for label in labels:
             self._styles[label] = COLOURS[(len(self._styles) - 1) % len(COLOURS)]
 
@@ -146,7 +154,7 @@ class Screen:
         return level >= LEVELS.index(self._level)
 
     def _is_news(self, said: Said) -> bool:
-        """A warning about the servers, not about a task, is shown once in a while, whoever it comes from."""
+        """A warning about the servers, not about a task, is shown once in a while, for all processes together."""
         if said.level != "warning" or "task_id" in said.facts or said.at is None or self._level is LogLevel.DEBUG:
             self._sum_up()
             return True
@@ -217,12 +225,93 @@ def _shown(value: object) -> str:
     return shown if len(text) <= LONGEST_FACT else f"{shown}…"
 
 
-_EARLIEST_YEAR, _LATEST_YEAR = 1970, 9000
-
-
 def _instant(stamp: object) -> datetime | None:
     try:
         found = datetime.fromisoformat(str(stamp)).astimezone(UTC)
     except (ValueError, OverflowError, OSError):
         return None
     return found if _EARLIEST_YEAR < found.year < _LATEST_YEAR else None  # others leave no room to reckon with
+
+
+class Repeats:
+    """Decides which warnings to show: a server that goes away is one event, and a hundred warnings.
+
+    The first of each event is shown; those of the next ten seconds are counted.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_until: dict[str, datetime] = {}
+        self._swallowed: Counter[str] = Counter()
+
+    def is_news(self, event: str, at: datetime) -> bool:
+        """Whether a warning is worth a line; if not, it is counted."""
+        if at < self._quiet_until.get(event, at):
+            self._swallowed[event] += 1
+            return False
+        self._quiet_until[event] = at + QUIET
+        return True
+
+    def take_summary(self) -> str | None:
+        """Say once what was counted: `and 57 more: consumer_lost 36, broker_connect_failed 21`."""
+        if not self._swallowed:
+            return None
+        counts = ", ".join(f"{event} {count}" for event, count in self._swallowed.most_common())
+        total = self._swallowed.total()
+        self._swallowed.clear()
+        return f"and {total} more: {counts}"
+
+
+# --- the banner: what runs, where its data is, what to type in another terminal ---
+
+
+def make_banner(
+    offers: Sequence[Offer],
+    settings: Settings,
+    *,
+    replica_count: int,
+    roots: Sequence[Path],
+    embedded: tuple[Path, str] | None,
+) -> list[Text]:
+    """`settings` have real addresses; `embedded` is the directory and the TCP address of a server of our own."""
+    first = offers[0]
+    workers = f"{replica_count} worker{'s' if replica_count > 1 else ''}"
+    services = ", ".join(f"{offer.service} ({workers})" for offer in offers)
+    body = f" {shlex.quote(first.example)}" if first.example else ""
+    body += f" --task {shlex.quote(first.task)}" if first.task else ""
+    facts = [
+        ("runs", services if settings.checkpointing is Checkpointing.OFF else f"{services} and a sweeper"),
+        *_describe_servers(settings, embedded),
+        ("submit", f"coatcheck submit {first.service}{body} --wait"),
+        ("look", "coatcheck ps   ·   coatcheck show ID"),
+        ("reload", f"when a .py file changes in {', '.join(map(_near, roots))}" if roots else "off"),
+        ("stop", "Ctrl-C; tasks that wait are kept, and go on at the next start"),
+    ]
+    lines = [Text("coatcheck dev", style="bold")]
+    for name, value in facts:
+        lines.append(Text.assemble((f"  {name:<7} ", "dim"), clean(value)))
+    return [*lines, Text()]
+
+
+def _describe_servers(settings: Settings, embedded: tuple[Path, str] | None) -> list[tuple[str, str]]:
+    if embedded is None:
+        stores = [] if is_embedded(settings.store) else [("store", redacted(settings.store))]
+        return [*stores, ("broker", redacted(settings.broker))]
+    directory, tcp_url = embedded
+    own = [("data", f"{_near(directory)}/  (a Postgres of its own; delete it to begin afresh)")]
+    if not settings.broker.startswith("pg:"):
+        own.append(("broker", redacted(settings.broker)))
+    return [*own, ("psql", psql_command(directory, tcp_url))]
+
+
+def psql_command(directory: Path, tcp_url: str) -> str:
+    """A command that connects. The password stays in its file."""
+    address = urlsplit(tcp_url)
+    password = shlex.quote(_near(directory / PASSWORD_FILE))
+    options = f"-h {address.hostname} -p {address.port} -U {address.username} {address.path.removeprefix('/')}"
+    return f'PGPASSWORD="$(cat {password})" psql {options}'
+
+
+def _near(path: Path) -> str:
+    """A path as seen from here, if that is shorter."""
+    relative = os.path.relpath(path)
+    return min(relative if relative != "." else "./", str(path), key=len)

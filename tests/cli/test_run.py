@@ -17,7 +17,7 @@ from tests.cli.kit import NOWHERE_BROKER, Cli, until, with_broker, with_store
 
 from coatcheck.broker import Outgoing, make_request
 from coatcheck.broker.bodies import Body
-from coatcheck.cli.processes import loop_factory, run_until_signalled
+from coatcheck.cli.run import loop_factory, run_until_signalled
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.worker.settings import EventLoop
 

@@ -1,4 +1,4 @@
-"""The asker's own books: a JSON-lines file with every question that was asked and every answer that came back.
+"""The asker and its books: a JSON-lines file with every question that was asked and every answer that came back.
 
 The verdict is read from that file alone. What the workers, the broker or the database say does not count.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any
 
 import msgspec
 
-from coatcheck.demo.plan import ORACLE, PRESS, Question, Survey
+from coatcheck.broker import Body, Broker, Delivery, Outgoing, ReplyKind, Routing, make_request, parse_reply
+from coatcheck.demo.peer import ORACLE, PRESS
+from coatcheck.demo.survey import Question, Survey
+
+PREFETCH = 1000
 
 
-class Ledger:
+class AskerBooks:
     """Appends to the file, and counts for the display."""
 
     def __init__(self, path: Path) -> None:
@@ -49,8 +54,50 @@ class Ledger:
         self._file.flush()
 
 
+class Asker:
+    """Asks a service questions and sees every message that comes back, a repeated one too.
+
+    An application would use `coatcheck.worker.Client`, which hands each result out once.
+    """
+
+    def __init__(self, broker: Broker, books: AskerBooks, *, service: str, reply_to: str) -> None:
+        self._broker = broker
+        self._books = books
+        self._service = service
+        self._reply_to = reply_to
+
+    @classmethod
+    async def start(cls, broker: Broker, books: AskerBooks, *, service: str) -> Asker:
+        asker = cls(broker, books, service=service, reply_to=await broker.declare_private())
+        await broker.consume(asker._reply_to, asker._on_delivery, prefetch=PREFETCH)
+        return asker
+
+    async def ask(self, question: Question) -> bool:
+        """Write the question down, then ask; tell whether the service has a queue.
+
+        The question's identity makes a repeated request the same task.
+        """
+        number = str(uuid.uuid4())
+        request = make_request(Body.of(asdict(question)), number, reply_to=self._reply_to, identity=number)
+        self._books.note_asked(number, question)
+        (routing,) = await self._broker.publish([Outgoing(self._service, request)])
+        return routing is not Routing.NO_ROUTE
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        reply = parse_reply(delivery.message)
+        is_error = reply.kind is ReplyKind.ERROR
+        if reply.kind is not ReplyKind.PROGRESS:
+            self._books.note_answered(
+                reply.correlation_id or "",
+                reply_id=str(delivery.message.headers.get("cc-id")),
+                is_error=is_error,
+                body=reply.problem if is_error else reply.body.decode(),
+            )
+        delivery.ack()
+
+
 @dataclass(slots=True)
-class Verdict:
+class DemoVerdict:
     """What the books say at the end."""
 
     asked: int = 0
@@ -75,33 +122,30 @@ class Verdict:
     @property
     def complaints(self) -> list[str]:
         """Everything that should not be; empty if the demo showed what it promised."""
-        found = [
-            f"{len(ids)} {what}, for example {ids[0]}"
-            for what, ids in (
-                ("lost", self.lost),
-                ("answered twice", self.answered_twice),
-                ("answered wrongly", self.answered_wrongly),
-            )
-            if ids
+        wrong = {
+            "lost": self.lost,
+            "answered twice": self.answered_twice,
+            "answered wrongly": self.answered_wrongly,
+        }
+        missing = {
+            "nothing was asked": self.asked,
+            "no replica was killed": self.killed,
+            "no task was finished by another replica than the one that began it": self.finished_elsewhere,
+            "no slow call was kept alive by progress": self.kept_by_progress,
+            "no silent call timed out": self.timeouts,
+        }
+        return [
+            *(f"{len(ids)} {what}, for example {ids[0]}" for what, ids in wrong.items() if ids),
+            *(text for text, figure in missing.items() if not figure),
         ]
-        for figure, text in (
-            (self.asked, "nothing was asked"),
-            (self.killed, "no replica was killed"),
-            (self.finished_elsewhere, "no task was finished by another replica than the one that began it"),
-            (self.kept_by_progress, "no slow call was kept alive by progress"),
-            (self.timeouts, "no silent call timed out"),
-        ):
-            if not figure:
-                found.append(text)
-        return found
 
 
-def judge(path: Path) -> Verdict:
+def judge(path: Path) -> DemoVerdict:
     """Read the books and compare every answer with its question."""
     questions: dict[str, Question] = {}
     answers: dict[str, list[dict[str, Any]]] = defaultdict(list)
     after_kill: set[str] = set()
-    verdict = Verdict()
+    verdict = DemoVerdict()
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         match line["event"]:
             case "asked":
@@ -123,14 +167,14 @@ def judge(path: Path) -> Verdict:
 
 
 def _judge_task(
-    verdict: Verdict, number: str, *, question: Question | None, lines: list[dict[str, Any]]
+    verdict: DemoVerdict, number: str, *, question: Question | None, lines: list[dict[str, Any]]
 ) -> Survey | None:
     """Count one task; returns its answer if it is a right one."""
     first, *more = lines
     verdict.repeated += len(more)
     if any((line["reply_id"], line["body"]) != (first["reply_id"], first["body"]) for line in more):
         verdict.answered_twice.append(number)
-    survey = None if question is None or first["event"] == "failed" else _find_survey(first["body"])
+    survey = None if first["event"] == "failed" else _find_survey(first["body"])
     if question is None or survey is None or not _fits(question, survey):
         verdict.answered_wrongly.append(number)
         return None
@@ -155,10 +199,9 @@ def _fits(question: Question, survey: Survey) -> bool:
     A source that answers may be missing too, on a machine so busy that it was silent for too long. The silent one can
     only be missing.
     """
-    findings = [*survey.found.values(), survey.again]
     return (
         survey.topic == question.topic
         and sorted([*survey.found, *survey.missing]) == sorted(question.sources)
         and ORACLE.name not in survey.found
-        and all(finding.text.startswith(survey.topic) for finding in findings)
+        and all(answer.text.startswith(survey.topic) for answer in [*survey.found.values(), survey.again])
     )

@@ -17,11 +17,9 @@ import click
 import structlog
 
 from coatcheck.cli.apps import load_app
-from coatcheck.cli.cores import usable_cores
-from coatcheck.cli.link import ReplicaEnd, Report
-from coatcheck.cli.meters import read_meters
 from coatcheck.cli.options import connections, find_shown_passwords, load_settings
-from coatcheck.cli.supervisor import Plan, become_supervisor
+from coatcheck.cli.processes.reports import ReplicaEnd, Report, read_meters
+from coatcheck.cli.processes.supervisor import ReplicaPlan, become_supervisor, usable_cores
 from coatcheck.errors import InvalidSettings
 from coatcheck.log import get_logger
 from coatcheck.points import arm_from_environment
@@ -113,7 +111,7 @@ def worker(
         words = {option: (f"--{option}", str(it)) for option, it in given.items() if it is not None}
         addresses = [*words.pop("broker", ()), *words.pop("store", ())]
         become_supervisor(
-            Plan(
+            ReplicaPlan(
                 service=app.service,
                 reference=app_reference,
                 arguments=tuple(word for pair in words.values() for word in pair),
@@ -181,7 +179,7 @@ def _report(replica: Worker) -> Report:
     return Report(replica.ready_checks(), read_meters(replica.metrics.registry))
 
 
-class Part(Protocol):
+class Service(Protocol):
     """What can be run and told to stop."""
 
     async def run(self) -> None: ...
@@ -202,7 +200,7 @@ def leave_it_at_that(number: signal.Signals) -> None:
 
 
 async def run_until_signalled(
-    part: Part,
+    part: Service,
     *,
     patience_s: float,
     has_work: Callable[[], bool],
@@ -290,7 +288,7 @@ def settle_in() -> None:
 
     What was imported stays, so the collector need not look at it. Most runs leave no knots behind; one that fails may,
     with all that its handler held: so it looks when as much has piled up as some hundred runs are made of. From here on
-    nobody configures the logs again.
+    the logs are not configured again.
     """
     gc.collect()
     gc.freeze()
