@@ -70,7 +70,7 @@ def assert_replays(app: App, journal: Journal | Path | str) -> Replay:
 
 
 class _Audience:
-    """The host of such a run: it sees what the run wants to do, and ends it there."""
+    """The port of such a run: it sees what the run wants to do, and ends it there."""
 
     def __init__(self, journal: Journal) -> None:
         self.wanted: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ async def _replay(app: App, journal: Journal) -> Replay:
         caller=caller_of(journal),
         invoke=partial(_invoke, handler.binding.function, bound),
         history=history_of(journal),
-        host=audience,
+        port=audience,
         now=lambda: FIRST_DAY,
     )
     outcome = await _execute(run)

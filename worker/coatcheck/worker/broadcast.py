@@ -15,9 +15,8 @@ from coatcheck.errors import MalformedMessage
 from coatcheck.log import get_logger
 from coatcheck.store.rows import TaskId
 from coatcheck.worker.engine.run_port import Superseded
-from coatcheck.worker.live_runs import Live
 from coatcheck.worker.runtime import Runtime
-from coatcheck.worker.store_host import StoreHost
+from coatcheck.worker.task_run import TaskRun
 
 log = get_logger(__name__)
 
@@ -53,13 +52,13 @@ class Broadcasts:
             log.warning("broadcast_refused", detail=str(error))
         delivery.ack()
 
-    async def _poke(self, live: Live | None) -> None:
+    async def _poke(self, live: TaskRun | None) -> None:
         if live is None or live.run is None:
             return
         try:
-            await StoreHost(live, self._runtime).refresh()
+            await live.refresh()
         except Superseded:
-            if not live.is_put_down:
+            if not live.is_written:
                 live.run.abandon()
 
     def _cancel(self, message: Message) -> None:

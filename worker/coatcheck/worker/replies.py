@@ -29,11 +29,11 @@ from coatcheck.worker.deadletters import bury
 from coatcheck.worker.deliveries import Hops, Work
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.ids import parse_id
-from coatcheck.worker.live_runs import Live, live_from_task
 from coatcheck.worker.messages import cancel_message, to_blob
 from coatcheck.worker.problems import problem
 from coatcheck.worker.resending import send_unsent
 from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.task_run import TaskRun, run_of_task
 
 log = get_logger(__name__)
 
@@ -158,9 +158,8 @@ class Replies:
         task = ruling.task
         if ruling.verdict is Verdict.GRANTED:
             assert task is not None
-            handler = self._runtime.app.find_handler(task.handler)
-            live = live_from_task(
-                task, ruling.history, handler=handler, trigger=delivery, asked_s=asked_s, trigger_name=trigger_name
+            live = run_of_task(
+                self._runtime, task, ruling.history, trigger=delivery, asked_s=asked_s, trigger_name=trigger_name
             )
             await self._run(live)
             return
@@ -170,7 +169,7 @@ class Replies:
             await self._runtime.outbox.publish([Outgoing(*poke_message(self._runtime.app.names, ruling.task_id), True)])
         delivery.ack()
 
-    async def _run(self, live: Live) -> None:
+    async def _run(self, live: TaskRun) -> None:
         runtime = self._runtime
         if runtime.slots.waiting_resume_count >= max(1, runtime.settings.reply_prefetch // 2):
             # Recording replies must never wait for a slot: leave this one to whoever has room, by way of the sweeper.
@@ -186,7 +185,7 @@ class Replies:
     def _reattaches(self, delivery: Delivery, trigger_name: str) -> bool:
         """A message that comes back while the run it triggered lives in this very process belongs to that run."""
         live = self._runtime.lives.find_by_trigger(trigger_name)
-        if live is None or live.is_settled:
+        if live is None or not live.is_joinable:
             return False
         log.info("trigger_reattached", task_id=str(live.task_id))
         live.attach(delivery)

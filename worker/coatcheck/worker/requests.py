@@ -30,11 +30,11 @@ from coatcheck.worker.callers import digest_with, find_caller
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.engine.work import CLOCKS_DIFFER
 from coatcheck.worker.executor import Executor
-from coatcheck.worker.live_runs import Live, live_from_task
 from coatcheck.worker.messages import address_of, birth_of, deadline_of, errors, task_id_of
 from coatcheck.worker.problems import cancelled_problem, problem, problem_of
 from coatcheck.worker.resending import answer_one, send_unsent
 from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.task_run import TaskRun, run_of_task
 
 log = get_logger(__name__)
 
@@ -49,7 +49,7 @@ class Requests:
         self._runtime = runtime
         self._executor = executor
 
-    async def handle(self, delivery: Delivery, *, left_by: Live | None = None) -> None:
+    async def handle(self, delivery: Delivery, *, left_by: TaskRun | None = None) -> None:
         """See one request through to its ack; a failure of ours leaves it to be redelivered.
 
         `left_by`: a run of this process held the request and has not settled it. Its caller is known, and the rows are
@@ -72,7 +72,7 @@ class Requests:
             log.warning("request_interrupted", error=str(error))
             delivery.requeue()
 
-    async def _handle(self, delivery: Delivery, request: wire.Request, left_by: Live | None) -> None:
+    async def _handle(self, delivery: Delivery, request: wire.Request, left_by: TaskRun | None) -> None:
         runtime = self._runtime
         task_id = task_id_of(runtime.app.service, request.identity)
         handler = runtime.app.find_handler(request.handler)
@@ -116,13 +116,13 @@ class Requests:
             return
         if live is not None and not live.has_row and live.digest != digest_with(request.digest, caller):
             await self._refuse_conflict(delivery, make_birth())
-        elif live is not None and not live.has_row and not live.is_settled:
+        elif live is not None and not live.has_row and live.is_joinable:
             await self._refuse_crowd(delivery, make_birth())
         elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, task_id, handler)):
             # In doubt, the row may be the run's own: it is asked for as if the request had come back.
             is_in_doubt = left_by is not None and left_by.is_in_doubt and delivery is left_by.trigger
             # A run alive in this process needs nobody to take it over.
-            is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or live.is_settled)
+            is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or not live.is_joinable)
             await self._accept(delivery, make_birth(), is_redelivered=is_lost)
         else:
             # No row knows it, as far as we can tell.
@@ -154,7 +154,7 @@ class Requests:
         if reply_to is not None and not self._takes_replies(reply_to):
             raise MalformedMessage("bad_reply_to", f"reply_to {reply_to[:64]!r} is no queue for replies")
 
-    async def _find_caller(self, delivery: Delivery, left_by: Live | None) -> Caller | None:
+    async def _find_caller(self, delivery: Delivery, left_by: TaskRun | None) -> Caller | None:
         """Who asks. Raises Unauthorized; TransientError if the app cannot tell now."""
         runtime = self._runtime
         if runtime.app.identify is None:
@@ -173,7 +173,7 @@ class Requests:
         runtime = self._runtime
         live = runtime.lives.find(task_id)
         if live is not None and not live.has_row:
-            is_ours = live.trigger is not None and live.trigger.is_lost and not live.is_settled
+            is_ours = live.trigger is not None and live.trigger.is_lost and live.is_joinable
             if not is_ours or not _is_accepted(request, live.caller, live.digest, live.addresses):
                 return False
             log.info("request_reattached")
@@ -194,10 +194,10 @@ class Requests:
         if ruling.verdict is Verdict.GRANTED:
             assert ruling.task is not None
             runtime.metrics.picked_up.labels("redelivered").inc()
-            live = live_from_task(
+            live = run_of_task(
+                runtime,
                 ruling.task,
                 ruling.history,
-                handler=runtime.app.find_handler(task.handler),
                 trigger=delivery,
                 asked_s=asked_s,
                 trigger_name=f"resume:{task.epoch}:{task.task_id}",
@@ -234,12 +234,12 @@ class Requests:
         await self._runtime.outbox.tell(errors(task_id, document, (address,), traceparent=request.traceparent))
         delivery.ack()
 
-    def _joins(self, delivery: Delivery, birth: Birth, live: Live) -> bool:
+    def _joins(self, delivery: Delivery, birth: Birth, live: TaskRun) -> bool:
         """A request whose task runs in this very process: come back, or a duplicate that waits for the same end."""
         is_same = live.digest == birth.digest
         address = birth.address
         is_known = address is None or address in live.addresses
-        if live.is_settled or not is_same or (live.has_row and not is_known):
+        if not live.is_joinable or not is_same or (live.has_row and not is_known):
             return False  # a row knows its duplicates and their addresses
         if not is_known and len(live.addresses) >= MOST_ADDRESSES:
             return False
@@ -255,7 +255,7 @@ class Requests:
             live.addresses = (*live.addresses, address)
         return True
 
-    async def _pass_on(self, live: Live, origin: Delivery, *, is_ours: bool) -> None:
+    async def _pass_on(self, live: TaskRun, origin: Delivery, *, is_ours: bool) -> None:
         """Let the rows answer what the run has left: duplicates, and the request itself if another replica was first.
 
         To each copy of the request by itself, as each may want its answer elsewhere.
@@ -272,9 +272,10 @@ class Requests:
     def _fresh(
         self, delivery: Delivery, request: wire.Request, handler: Handler | None, *,
         task_id: TaskId, caller: Caller | None, make_birth: Callable[[], Birth],
-    ) -> Live:  # fmt: skip
+    ) -> TaskRun:  # fmt: skip
         now_s = time.monotonic()
-        return Live(
+        return TaskRun(
+            runtime=self._runtime,
             task_id=task_id,
             handler=handler,
             handler_name=request.handler if handler is None else handler.name,
@@ -309,8 +310,7 @@ class Requests:
                 assert ruling.task is not None
                 if ruling.task.epoch > 1:
                     runtime.metrics.picked_up.labels("redelivered").inc()
-                handler = runtime.app.find_handler(birth.handler)
-                live = live_from_task(ruling.task, ruling.history, handler=handler, trigger=delivery, asked_s=asked_s)
+                live = run_of_task(runtime, ruling.task, ruling.history, trigger=delivery, asked_s=asked_s)
                 await self._executor.execute(live, is_resume=False)
                 return
             case Verdict.CONFLICT:

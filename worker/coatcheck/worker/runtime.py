@@ -10,6 +10,7 @@ from coatcheck.worker.app import App
 from coatcheck.worker.live_runs import LiveRuns, Slots
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Hints, Marks, Outbox
+from coatcheck.worker.ram_waits import RamCalls
 from coatcheck.worker.settings import Checkpointing, Settings
 from coatcheck.worker.store_outage import StoreGate
 
@@ -27,6 +28,7 @@ class Runtime:
     store: Store
     gate: StoreGate
     marks: Marks
+    ram_calls: RamCalls
     private_queue: str | None = None
     """Where replies to in-RAM waits arrive; None when every wait is a row."""
 

@@ -38,7 +38,7 @@ from coatcheck.worker.leases import Leases
 from coatcheck.worker.live_runs import LiveRuns, Slots
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Hints, Marks, Outbox
-from coatcheck.worker.ram_host import RamCalls
+from coatcheck.worker.ram_waits import RamCalls
 from coatcheck.worker.replies import Replies
 from coatcheck.worker.requests import Requests
 from coatcheck.worker.runtime import Runtime
@@ -136,14 +136,13 @@ class Worker:
         await self._broker.declare_service(self.app.service)
         await self._broker.declare_sweeper(self.settings.sweeper_queue)
         self.runtime = runtime = await self._assemble(stack, self._broker)
-        ram_calls = RamCalls(runtime.limits)
-        executor = Executor(runtime, ram_calls)
+        executor = Executor(runtime)
         leases = Leases(runtime)
         await self._check_store(runtime)
         async with asyncio.TaskGroup() as group:
             self._hops = Hops(runtime)
             background = [group.create_task(work) for work in (self._hops.keep(), *self._background(runtime, leases))]
-            await self._consume(group, runtime, executor, leases, ram_calls, under_way=self._hops)
+            await self._consume(group, runtime, executor, leases, under_way=self._hops)
             self.is_ready = True
             for lack in find_unsupported():
                 log.warning("asyncio_differs", lack=lack, python=platform.python_version())
@@ -175,10 +174,11 @@ class Worker:
         stack.push_async_callback(self._gate.stop)
         outbox = Outbox(broker, metrics=self.metrics, patience=settings.request_prefetch // 4)
         is_in_ram = settings.checkpointing is not Checkpointing.REQUIRED
+        limits = Limits(max_body=settings.max_body, max_depth=settings.max_depth)
         return Runtime(
             app=self.app,
             settings=settings,
-            limits=Limits(max_body=settings.max_body, max_depth=settings.max_depth),
+            limits=limits,
             metrics=self.metrics,
             outbox=outbox,
             lives=LiveRuns(),
@@ -187,6 +187,7 @@ class Worker:
             store=store,
             gate=self._gate,
             marks=Marks(store),
+            ram_calls=RamCalls(limits),
             private_queue=await broker.declare_private() if is_in_ram else None,
         )
 
@@ -212,9 +213,8 @@ class Worker:
             runtime.gate.close(error)
 
     async def _consume(
-        self, group: asyncio.TaskGroup, runtime: Runtime, executor: Executor, leases: Leases, ram_calls: RamCalls, *,
-        under_way: Hops,
-    ) -> None:  # fmt: skip
+        self, group: asyncio.TaskGroup, runtime: Runtime, executor: Executor, leases: Leases, *, under_way: Hops
+    ) -> None:
         names, settings = self.app.names, self.settings
         assert self._broker is not None
         self._orders = Orders(runtime)
@@ -229,7 +229,8 @@ class Worker:
         # Last: a cancel that waits beside its request is to be read first.
         hops.append(("requests", names.requests, Requests(runtime, executor).handle, settings.request_prefetch))
         if runtime.private_queue is not None:
-            await self._broker.consume(runtime.private_queue, ram_calls.on_delivery, prefetch=settings.reply_prefetch)
+            on_reply = runtime.ram_calls.on_delivery
+            await self._broker.consume(runtime.private_queue, on_reply, prefetch=settings.reply_prefetch)
         if runtime.gate.is_open:
             await self._take_waiting_orders()
         for name, queue, hop, prefetch in hops:
@@ -320,9 +321,7 @@ class Worker:
         log.warning("runs_cut_short", run_count=len(lives), hop_count=len(hops))
         await leases.give_up(lives)
         for live in lives:
-            live.is_let_go = True
-            if live.run is not None:
-                live.run.abandon()
+            live.let_go()
         orphans = [live for live in lives if live.has_row and (live.trigger is None or live.is_detached)]
         resumes = [Outgoing(self.app.names.replies, make_resume(str(live.task_id), live.epoch)) for live in orphans]
         try:

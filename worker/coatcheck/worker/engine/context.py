@@ -179,9 +179,9 @@ class Context:
         """Tell whoever asked for the task how far it is. Silent in replay."""
         self._scope("ctx.progress()")
         if not self._run.ledger.is_replaying and not self._run.is_stopping:
-            # Called from the loop, not from here: a task the host makes for it is none of the handler's.
+            # Called from the loop, not from here: a task the port makes for it is none of the handler's.
             asyncio.get_running_loop().call_soon(
-                self._run.host.progress, done, total, message, context=detached_context()
+                self._run.port.progress, done, total, message, context=detached_context()
             )
 
     def now(self) -> datetime:

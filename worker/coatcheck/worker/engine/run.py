@@ -40,10 +40,10 @@ from coatcheck.worker.engine.run_port import (
     Cancelled,
     Finished,
     Held,
-    Host,
     Outcome,
     Parked,
     Raised,
+    RunPort,
     Superseded,
 )
 from coatcheck.worker.engine.steps import Steps
@@ -97,7 +97,7 @@ class Run:
 
     def __init__(
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
-        invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, host: Host,
+        invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, port: RunPort,
         caller: Caller | None = None, deadline_at: datetime | None = None,
         defaults: CallDefaults | None = None, log: Any = None, now: Callable[[], datetime] | None = None,
     ) -> None:  # fmt: skip
@@ -110,7 +110,7 @@ class Run:
         self.defaults = defaults or CallDefaults()
         self.now = now or partial(datetime.now, UTC)
         self.log = _log if log is None else log
-        self.host = host
+        self.port = port
         self.ledger = Ledger(history, classify.caller_line)
         self.tracker: Tracker
         self._timers: Timers | None = None
@@ -135,7 +135,7 @@ class Run:
     async def execute(self) -> Outcome:
         """Run the handler until it finishes, raises, is parked, held, abandoned or cancelled.
 
-        Raises what `host.commit` or `host.before_first_effect` raised, after the run was put down. Cancelling the
+        Raises what `port.commit` or `port.before_first_effect` raised, after the run was put down. Cancelling the
         awaiting task puts the run down too.
         """
         if self._verdict is not None or self._cancel_reason is not None:
@@ -220,11 +220,11 @@ class Run:
         """Commit, then take the news. A run that has ended meanwhile keeps its end, unless it is parked."""
         self._is_committing = True
         try:
-            committed = await self.host.commit(changes)
+            committed = await self.port.commit(changes)
         except Superseded:
             self._rule(Abandoned(), is_final=True)
             return
-        except Exception as error:  # noqa: BLE001 - whatever the host raises comes out of execute()
+        except Exception as error:  # noqa: BLE001 - what the port raises comes out of execute()
             self._rule(error, is_final=True)
             return
         finally:
@@ -236,7 +236,7 @@ class Run:
         self._late.clear()
         self._learn(news)
         if changes.waits is not None and not news:
-            self._refused_at = self.tracker.moves  # the host keeps it in RAM: asking again changes nothing
+            self._refused_at = self.tracker.moves  # the port keeps it in RAM: asking again changes nothing
 
     def _freeze(self, waits: tuple[Group, ...] | None) -> Changes:
         if self._timers is not None:
@@ -289,7 +289,7 @@ class Run:
         self.tracker.is_over = True
         self.tracker.owner = NOBODY
         self._root = self._steps = self._clocks = None
-        del self.host  # nothing is written any more; and a host may know whose run it is
+        del self.port  # nothing is written any more; and the port may hold this run
 
     def _leave_behind(self) -> None:
         for driver in list(self.tracker.live):
@@ -358,7 +358,7 @@ class Run:
         """What runs the steps; made for the first one."""
         if self._steps is None:
             self._steps = Steps(
-                self.tracker.loop, before_first=self.host.before_first_effect, on_entry=self._on_entry,
+                self.tracker.loop, before_first=self.port.before_first_effect, on_entry=self._on_entry,
                 on_error=self._on_error, on_idle=self._wake,
             )  # fmt: skip
         return self._steps

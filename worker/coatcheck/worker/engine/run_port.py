@@ -19,10 +19,10 @@ __all__ = [
     "Cancelled",
     "Finished",
     "Held",
-    "Host",
     "Outcome",
     "Parked",
     "Raised",
+    "RunPort",
     "Superseded",
     "Unfinished",
 ]
@@ -32,7 +32,7 @@ class Superseded(Exception):
     """Another replica owns the task: put the run down and write nothing more."""
 
 
-class Host(Protocol):
+class RunPort(Protocol):
     """The run's way to the rows. A run has at most one commit in flight."""
 
     async def before_first_effect(self) -> None:

@@ -107,7 +107,7 @@ class Steps:
     async def _run(self, key: str, job: Job) -> None:
         try:
             await self._pass_gate()
-        except Exception as error:  # noqa: BLE001 - the host's word: superseded, or the store cannot be reached
+        except Exception as error:  # noqa: BLE001 - the port's word: superseded, or the store cannot be reached
             self._on_error(error)
             return
         reach("before_step")
@@ -121,14 +121,14 @@ class Steps:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._cut.discard(task)
         if task in self._running.values():
-            # It ended without an entry: nobody of ours cancelled it, so the host refused. The run is ending.
+            # It ended without an entry: nobody of ours cancelled it, so the port refused. The run is ending.
             self._running = {key: each for key, each in self._running.items() if each is not task}
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
         self._on_idle()
 
     async def _pass_gate(self) -> None:
-        """Let the host look, once, before anything has an effect."""
+        """Let the port look, once, before anything has an effect."""
         if self._gate is None:
             self._gate = self._make_task(self._before_first())
             self._gate.add_done_callback(lambda _: self._on_idle())
