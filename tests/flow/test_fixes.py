@@ -28,9 +28,9 @@ from coatcheck.store.rows import Finish, Going, Put, TaskId, Verdict
 from coatcheck.worker import App, Context, Retry, Settings, Sweeper, Worker
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.leases import Leases
-from coatcheck.worker.live_runs import LiveRuns
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.phases import Phase
+from coatcheck.worker.runtime import LiveRuns
 from coatcheck.worker.store_outage import StoreGate
 from coatcheck.worker.task_run import TaskRun
 
@@ -244,7 +244,7 @@ async def test_duplicate_that_waits_for_a_run_is_answered_though_the_run_broke(
     assert [await requester.reply(each) for each in sent] == ["owls", "owls"]
     assert (await only_task(rig.store)).state is TaskState.DONE
     worker.stop()
-    await until(lambda: not worker._hops, what="it is drained")
+    await until(lambda: not worker._under_way, what="it is drained")
     assert await rig.depth(working.app.service) == 0
 
 

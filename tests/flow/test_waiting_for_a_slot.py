@@ -13,8 +13,8 @@ from coatcheck.store import CallId, CallState, TaskId, TaskState
 from coatcheck.store.blobs import encode
 from coatcheck.store.rows import Arrival, Verdict
 from coatcheck.worker import App, Context
-from coatcheck.worker.live_runs import LiveRuns
 from coatcheck.worker.phases import Phase
+from coatcheck.worker.runtime import LiveRuns
 from coatcheck.worker.task_run import TaskRun
 
 

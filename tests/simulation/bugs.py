@@ -35,9 +35,9 @@ from coatcheck.store.rows import (
     Unsent,
     Verdict,
 )
-from coatcheck.worker import executor, replies, requests, sweeper
+from coatcheck.worker import arrivals, executor, requests, sweeper
 from coatcheck.worker.engine.run_port import Superseded
-from coatcheck.worker.executor import End, Executor
+from coatcheck.worker.executor import Executor, TaskEnd
 from coatcheck.worker.messages import call_message
 from coatcheck.worker.outbox import Marks, Outbox
 from coatcheck.worker.phases import Phase
@@ -86,7 +86,7 @@ def requests_are_acked_on_arrival() -> Sequence[Patch]:
 
 @bug
 def replies_are_acked_on_arrival() -> Sequence[Patch]:
-    return [(replies.Replies, "receive", _acking_first(replies.Replies.receive))]
+    return [(arrivals.Replies, "receive", _acking_first(arrivals.Replies.receive))]
 
 
 def _acking_first(handle: Any) -> Any:
@@ -102,7 +102,7 @@ def the_answer_leaves_before_the_end_is_committed() -> Sequence[Patch]:
     commit_end = Executor._commit_end
 
     async def hasty(self: Executor, live: TaskRun, end: Finish, changes: Changes) -> None:
-        await self._answer(live, End(end.state, end.value), is_stored=True)
+        await self._answer(live, TaskEnd(end.state, end.value), is_stored=True)
         await commit_end(self, live, end, changes)
 
     return [(Executor, "_commit_end", hasty)]

@@ -35,7 +35,7 @@ from coatcheck.worker import client as client_module
 from coatcheck.worker import executor as executor_module
 from coatcheck.worker import sweeper as sweeper_module
 from coatcheck.worker import worker as worker_module
-from coatcheck.worker.live_runs import LiveRuns
+from coatcheck.worker.runtime import LiveRuns
 from coatcheck.worker.task_run import TaskRun
 
 T = TypeVar("T")

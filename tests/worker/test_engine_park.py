@@ -12,8 +12,8 @@ from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import CallFailed, CallTimedOut
 from coatcheck.store.rows import Kind
+from coatcheck.worker.engine.classify import find_unsupported
 from coatcheck.worker.engine.run_port import Finished, Parked
-from coatcheck.worker.engine.selftest import find_unsupported
 
 
 async def test_plain_await_is_parked_and_resumed():

@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from coatcheck.worker.engine.timers import Timers
+from coatcheck.worker.engine.timeouts import Timers
 
 _WRAPPED = ("call_at", "call_later", "call_soon", "call_soon_threadsafe", "run_in_executor", "time")
 _SLEEP: object = getattr(asyncio.futures, "_set_result_unless_cancelled", None)

@@ -1,7 +1,8 @@
 """Deliveries under way, from their arrival to their ack.
 
-A hop takes a delivery in and gives back the work that sees it through, which gets a task of its own. Where nothing is
-to be done but to wait for the rows, as with most replies, it gives back none, and has a future watched instead.
+A consumer's `receive` takes a delivery in and gives back the work that sees it through, which gets a task of its own.
+Where nothing is to be done but to wait for the rows, as with most replies, it gives back none, and has a future
+watched instead.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 Work = Coroutine[Any, Any, None]
-Hop = Callable[[Delivery], Work | None]
+Receive = Callable[[Delivery], Work | None]
 
 LONGEST_SURPRISE_PAUSE_S = 5.0
 MOST_SURPRISES = 5
-"""A delivery that fails in a way nobody foresaw is tried this often, then buried."""
+"""A delivery that fails in an unforeseen way is tried this often, then buried."""
 
 
-class Hops:
+class UnderWay:
     """What a replica has in its hands."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -44,10 +45,10 @@ class Hops:
     def __len__(self) -> int:
         return len(self._running)
 
-    def take(self, hop: Hop, delivery: Delivery) -> None:
+    def take(self, receive: Receive, delivery: Delivery) -> None:
         """Begin to see a delivery through."""
         try:
-            work = hop(delivery)
+            work = receive(delivery)
         except Exception as error:  # noqa: BLE001 - a surprise, to be dealt with like one that comes later
             self._start_surprised(delivery, error)
             return
@@ -55,7 +56,7 @@ class Hops:
             self.start(delivery, work)
 
     def start(self, delivery: Delivery, work: Work) -> None:
-        """Give the work a task of its own. Whatever it raises must not end the replica."""
+        """Give the work a task of its own. What it raises must not end the replica."""
         self._start(work, on_done=partial(self._on_done, delivery))
 
     def _start_surprised(self, delivery: Delivery, error: BaseException) -> None:
@@ -87,7 +88,7 @@ class Hops:
             log.error("delivery_not_requeued", exc_info=error)
 
     def watch(self, delivery: Delivery, future: asyncio.Future[T], then: Callable[[asyncio.Future[T]], None]) -> None:
-        """Count as under way until the future is done and `then` has been told. One that is cut short it never is."""
+        """Count as under way until the future is done and `then` was called with it. Cut short, it is not called."""
 
         def on_done(done: asyncio.Future[T]) -> None:
             self._running.discard(done)
@@ -136,7 +137,7 @@ class Hops:
         delivery.requeue()
 
     async def _try_to_bury(self, delivery: Delivery, reason: MalformedMessage) -> None:
-        """Whatever a letter does to us must not end the replica: then the queue's own limit ends the loop."""
+        """What a dead letter raises must not end the replica: the queue's own limit ends the loop then."""
         try:
             await bury(self._runtime, delivery, reason)
         except Exception:

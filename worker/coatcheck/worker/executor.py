@@ -72,7 +72,7 @@ SHORTEST_HOLD = timedelta(seconds=30)
 LONGEST_HOLD = timedelta(hours=1)
 
 
-class End(msgspec.Struct):
+class TaskEnd(msgspec.Struct):
     """How a task ends, what its last commit brings along, and whether it is worth a row if it has none."""
 
     state: TaskState
@@ -82,7 +82,7 @@ class End(msgspec.Struct):
     is_worth_a_row: bool | None = None
 
     def __repr__(self) -> str:
-        return f"End({self.state})"  # its value is the users'
+        return f"TaskEnd({self.state})"  # its value is the users'
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         return [("state", self.state)]
@@ -289,11 +289,11 @@ class Executor:
                 # to its end first. Then the row refuses us, and answers for itself.
                 log.info("task_cancelled")
                 document = cancelled_problem(live.task_id, reason)
-                await self._finish(live, End(TaskState.CANCELLED, encode(document), is_worth_a_row=True))
+                await self._finish(live, TaskEnd(TaskState.CANCELLED, encode(document), is_worth_a_row=True))
             case _:
                 assert_never(outcome)
 
-    def _result(self, live: TaskRun, outcome: Finished) -> End:
+    def _result(self, live: TaskRun, outcome: Finished) -> TaskEnd:
         """What the handler returned, if it can be sent."""
         try:
             blob = encode(outcome.value)
@@ -303,7 +303,7 @@ class Executor:
         if size > limit:
             detail = f"a result of {size:,} bytes; the limit is {limit:,}"
             return self._failure(live, CheckpointRefused("result_too_large", detail), outcome.changes)
-        return End(TaskState.DONE, blob, outcome.changes)
+        return TaskEnd(TaskState.DONE, blob, outcome.changes)
 
     def _unencodable(self, live: TaskRun, value: Any, error: Exception) -> Exception:
         assert live.handler is not None
@@ -347,26 +347,26 @@ class Executor:
         live.ram = RamWaits(live)
         await self._run_and_settle(live)
 
-    def _failure(self, live: TaskRun, error: BaseException, changes: Changes) -> End:
+    def _failure(self, live: TaskRun, error: BaseException, changes: Changes) -> TaskEnd:
         retryable = live.handler.retry.is_retryable(error) if live.handler is not None else None
         code = Code(error.code) if isinstance(error, CheckpointRefused) else None
         document = problem_of(error, live.task_id, live.attempt, code=code, retryable=retryable)
         name = document.get("exception")
         log.error("task_failed", code=document["code"], exception=name, **self._traceback(error))
-        return End(TaskState.FAILED, encode(document), changes, traceback_of(error))
+        return TaskEnd(TaskState.FAILED, encode(document), changes, traceback_of(error))
 
     def _traceback(self, error: BaseException) -> dict[str, str]:
         """The traceback, where the settings say that it may be logged: its texts are the users'."""
         return {"traceback": traceback_of(error)} if self._runtime.settings.log_tracebacks else {}
 
-    def _refused_commit(self, live: TaskRun, error: PermanentError) -> End:
+    def _refused_commit(self, live: TaskRun, error: PermanentError) -> TaskEnd:
         """What the run wants recorded will never be taken."""
         log.error("commit_refused", code=error.code, detail=str(error))
         live.progress_report = None  # it may be what was refused
         document = problem(error.code, detail=str(error), task_id=str(live.task_id), attempt=live.attempt)
-        return End(TaskState.FAILED, encode(document), traceback=traceback_of(error))
+        return TaskEnd(TaskState.FAILED, encode(document), traceback=traceback_of(error))
 
-    def _end_of_killer(self, live: TaskRun) -> End:
+    def _end_of_killer(self, live: TaskRun) -> TaskEnd:
         """A task that takes its process with it each time is stopped before it takes the fleet."""
         count = live.pickups % ALONE - 1
         document = problem(
@@ -376,14 +376,14 @@ class Executor:
             attempt=live.attempt,
         )
         log.error("task_crashed_repeatedly", run_count=count)
-        return End(TaskState.FAILED, encode(document))
+        return TaskEnd(TaskState.FAILED, encode(document))
 
-    def _refusal(self, live: TaskRun, error: Exception) -> End:
+    def _refusal(self, live: TaskRun, error: Exception) -> TaskEnd:
         """A request that does not fit its handler: say so to whoever asked."""
         document = problem_of(error, live.task_id)
         log.warning("request_refused", code=document["code"])  # the detail names fields of the body: not for logs
         is_worth_a_row = live.keeps_result or not live.addresses  # else whoever asked is told, and that is all
-        return End(TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row)
+        return TaskEnd(TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row)
 
     async def _await_handler(self, live: TaskRun) -> None:
         """Hold a task whose handler this code does not have, as a deploy may bring it.
@@ -397,7 +397,7 @@ class Executor:
         left = None if has_run else self._runtime.settings.hold_unknown - timedelta(seconds=live.age_s)
         if left is not None and left <= timedelta(0):
             log.error("handler_stayed_unknown", reason=reason)
-            await self._finish(live, End(TaskState.FAILED, encode(document)))
+            await self._finish(live, TaskEnd(TaskState.FAILED, encode(document)))
             return
         await self._hold(live, document, reason, at_most=left)
 
@@ -406,7 +406,7 @@ class Executor:
     ) -> None:
         """Keep a task this code cannot run; a deploy may bring code that can. The pauses grow with its age."""
         if live.ram is not None:
-            await self._finish(live, End(TaskState.FAILED, encode(document)))
+            await self._finish(live, TaskEnd(TaskState.FAILED, encode(document)))
             return
         delay = min(max(timedelta(seconds=live.age_s), SHORTEST_HOLD), at_most or LONGEST_HOLD, LONGEST_HOLD)
         live.end()
@@ -415,7 +415,7 @@ class Executor:
         log.error("task_held", reason=reason, retry_in_s=delay.total_seconds())
         live.ack()
 
-    async def _finish(self, live: TaskRun, end: End) -> None:
+    async def _finish(self, live: TaskRun, end: TaskEnd) -> None:
         """Commit the end if there is a row or a reason for one, publish the final reply, ack."""
         live.end()
         if live.lock is not None:
@@ -433,7 +433,7 @@ class Executor:
         if not live.unanswered:
             live.ack(is_answered=True)
 
-    def _is_worth_a_row(self, live: TaskRun, end: End) -> bool:
+    def _is_worth_a_row(self, live: TaskRun, end: TaskEnd) -> bool:
         """Whether the end of a task that never had a row is written down."""
         if end.changes.entries or end.changes.opens or end.changes.closes:
             return True
@@ -456,7 +456,7 @@ class Executor:
         await live.send(changes.opens, done.cancels)
         return True
 
-    async def _answer(self, live: TaskRun, end: End, *, is_stored: bool) -> bool:
+    async def _answer(self, live: TaskRun, end: TaskEnd, *, is_stored: bool) -> bool:
         """Publish the final reply to everyone who asked. Who is gone can fetch it later, and whose queue refuses it is
         sent it later: then it gets a row. False: not all were told, and the row or `live.unanswered` says so.
         """

@@ -1,6 +1,6 @@
 """What a branch waits on, read from the future it yielded and the frames it is suspended in.
 
-This is the one place that looks inside asyncio; `selftest.py` says at start-up whether the running Python fits.
+This is the one place that looks inside asyncio; `find_unsupported` says at start-up whether the running Python fits.
 """
 
 from __future__ import annotations
@@ -315,3 +315,28 @@ def _line(frame: FrameType) -> str:
     code = frame.f_code
     text = linecache.getline(code.co_filename, frame.f_lineno).strip()
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}: {text}"
+
+
+def find_unsupported() -> tuple[str, ...]:
+    """Name what works less well on this Python, and what happens instead. Empty on every version we test.
+
+    What `ctx` offers, awaited in the handler itself, depends on none of this.
+    """
+    enter = asyncio.Timeout.__aenter__.__code__
+    checks = {
+        "asyncio.gather: a run that waits in one stays in RAM": GATHERING is not None,
+        "asyncio.wait: a run that waits in one stays in RAM": (
+            WAIT is not None and {"fs", "timeout"} <= set(WAIT.co_varnames)
+        ),
+        "asyncio.TaskGroup: a run that waits in one stays in RAM": bool(GROUP_EXITS),
+        "asyncio.as_completed: a run that waits in one stays in RAM": bool(AS_COMPLETED),
+        "asyncio.shield: a run that waits in one stays in RAM": (
+            SHIELD_DONE is not None and "inner" in SHIELD_DONE.co_freevars
+        ),
+        "asyncio.timeout: it is not recorded, so it starts anew at every resume": (
+            {"cancelling", "reschedule"} <= set(enter.co_names) and hasattr(asyncio.Timeout, "_on_timeout")
+        ),
+        "asyncio.sleep: long ones are not warned of": SLEEP is not None,
+        "asyncio.Lock and its family: a run that waits for one stays in RAM": len(LOCKS) >= 7,
+    }
+    return tuple(text for text, is_fine in checks.items() if not is_fine)

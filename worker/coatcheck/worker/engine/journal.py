@@ -24,7 +24,7 @@ from coatcheck.store.rows import (
 from coatcheck.worker.engine.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error, value_of
 from coatcheck.worker.engine.run_port import NO_CHANGES
 from coatcheck.worker.engine.steps import CANCELLED_CODE
-from coatcheck.worker.engine.waits import Slot, Ticket, Wait
+from coatcheck.worker.engine.waits import Slot, Wait, Waiter
 from coatcheck.worker.ids import new_call_id
 
 __all__ = ["Ledger"]
@@ -51,8 +51,8 @@ class Ledger:
         self.closes: list[CallId] = []
         self.new_works: list[Wanted] = []
         """New work met while recorded work is still unread: perhaps the same under another name."""
-        self.waiting: dict[str, Ticket] = {}
-        self._ready: list[tuple[int, int, Ticket, Recorded]] = []
+        self.waiting: dict[str, Waiter] = {}
+        self._ready: list[tuple[int, int, Waiter, Recorded]] = []
         self._failures: list[tuple[BaseException, tuple[str, ...]]] = []
         self._is_caught_up = self.journal.is_all_read
 
@@ -74,9 +74,9 @@ class Ledger:
         for recorded in news:
             if not self.journal.is_known(recorded.key):
                 self.journal.add(recorded)
-                ticket = self.waiting.pop(recorded.key, None)
-                if ticket is not None:
-                    self.make_ready(ticket, recorded)
+                waiter = self.waiting.pop(recorded.key, None)
+                if waiter is not None:
+                    self.make_ready(waiter, recorded)
 
     def find(self, wanted: Wanted) -> tuple[str, Entry | None, bool]:
         """Find what answers to `wanted`: its key, its entry (None: new work), and whether the arguments fit.
@@ -103,10 +103,10 @@ class Ledger:
 
     # --- who waits ------------------------------------------------------------------------------------------------
 
-    def make_ready(self, ticket: Ticket, recorded: Recorded) -> None:
+    def make_ready(self, waiter: Waiter, recorded: Recorded) -> None:
         """Let an entry be handed out at its turn; work that was given up has none."""
         if is_handed_out(recorded):
-            heapq.heappush(self._ready, (recorded.seq, next(_ties), ticket, recorded))
+            heapq.heappush(self._ready, (recorded.seq, next(_ties), waiter, recorded))
 
     @property
     def has_ready(self) -> bool:
@@ -115,8 +115,8 @@ class Ledger:
     def hand_out(self) -> bool:
         """Hand out ready entries, lowest sequence first, until a branch moves. False: none does."""
         while self._ready:
-            _, _, ticket, recorded = heapq.heappop(self._ready)
-            if ticket.is_live and ticket.settle(recorded):
+            _, _, waiter, recorded = heapq.heappop(self._ready)
+            if waiter.is_live and waiter.settle(recorded):
                 return True
         return False
 

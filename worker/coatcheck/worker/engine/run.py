@@ -30,7 +30,6 @@ from coatcheck.store.rows import Caller, Changes, Group, History, Kind, NewEntry
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.classify import Waiting
 from coatcheck.worker.engine.context import Context
-from coatcheck.worker.engine.grouping import groups_of
 from coatcheck.worker.engine.journal import Ledger
 from coatcheck.worker.engine.keys import Entry, Wanted, value_of
 from coatcheck.worker.engine.run_port import (
@@ -47,8 +46,7 @@ from coatcheck.worker.engine.run_port import (
     Superseded,
 )
 from coatcheck.worker.engine.steps import Steps
-from coatcheck.worker.engine.timeouts import Clocks
-from coatcheck.worker.engine.timers import Timers
+from coatcheck.worker.engine.timeouts import Clocks, Timers
 from coatcheck.worker.engine.tracking import (
     MAX_PUT_DOWNS,
     NOBODY,
@@ -60,7 +58,7 @@ from coatcheck.worker.engine.tracking import (
     ensure_factory,
     is_put_down,
 )
-from coatcheck.worker.engine.waits import Slot, Wait
+from coatcheck.worker.engine.waits import Slot, Wait, groups_of
 from coatcheck.worker.engine.work import StepWork
 
 __all__ = ["Run"]

@@ -1,34 +1,35 @@
-"""What a branch waits for in the journal: slots, one for each key, joined in waits."""
+"""What a branch waits for in the journal: slots, one for each key, joined in waits; and how the rows see waits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from coatcheck.store.rows import CallId, Group, Kind, Recorded
+from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.keys import Entry
-from coatcheck.worker.engine.tracking import Durable
+from coatcheck.worker.engine.tracking import Driver, Durable
 
-__all__ = ["Reader", "Slot", "Ticket", "Wait"]
+__all__ = ["Reader", "Slot", "Wait", "Waiter", "groups_of"]
 
 
-class Ticket(Protocol):
+class Waiter(Protocol):
     """Something that an ended entry is handed to."""
 
     key: str
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody still waits for it."""
+        """Whether it still waits."""
 
     def settle(self, recorded: Recorded) -> bool:
         """Take what was recorded; tell whether a branch moves because of it."""
 
 
 class Reader(Protocol):
-    """Who turns what was recorded into a value, or into the error to raise."""
+    """Turns what was recorded into a value, or into the error to raise."""
 
     def read(self, recorded: Recorded) -> tuple[Any, Exception | None]: ...
 
@@ -99,3 +100,30 @@ class Wait:
         if not calls:
             return None
         return Group(tuple(calls), None if self.need is None else self.need - self._ok_count)
+
+
+def groups_of(drivers: Iterable[Driver]) -> list[Group]:
+    """A group for each wait. Tasks that a branch only waits for together make one, so that not every end wakes it."""
+    groups: list[Group] = []
+    joined: set[int] = set()
+    waits: list[object] = []
+    for driver in drivers:
+        if type(driver.waits_on) is Durable:
+            waits.append(driver.waits_on.wait)
+        elif (joint := classify.joint_of(driver)) is not None:
+            _join(*joint, groups=groups, joined=joined)
+    for wait in waits:
+        group = wait.group() if isinstance(wait, Wait) and id(wait) not in joined else None
+        if group is not None:
+            groups.append(group)
+    return groups
+
+
+def _join(tasks: list[Any], need: int | None, *, groups: list[Group], joined: set[int]) -> None:
+    """Make one group of tasks that each are one row."""
+    waits = [classify.sole_wait_of(task) for task in tasks]
+    bare = [each.group() for each in waits if isinstance(each, Wait) and len(each.slots) == 1]
+    calls = tuple(call for group in bare if group is not None for call in group.calls)
+    if len(calls) == len(tasks) > 1:
+        groups.append(Group(calls, need))
+        joined.update(map(id, waits))

@@ -1,6 +1,14 @@
-"""Arrival of replies: claim by row lock; whoever's claim ends the wait runs the task, all others just ack.
+"""Arrival of everything that is no request: replies, orders, and words between replicas.
 
-Timeouts and resumes from the sweeper travel the same road as replies.
+Replies. Each is claimed under its task's row lock. The replica whose claim ends the wait runs the task; all others just
+ack. Timeouts and resumes from the sweeper travel the same road.
+
+Orders. Cancel a task that waits, runs anywhere, or has not come yet; the first commit wins. The order of things: commit
+(cancelled, epoch + 1, calls closed) ──► cancels to peers, final reply, broadcast ──► ack. A crash in between brings the
+order back: the row is cancelled already, and what it does not know to be sent is sent again.
+
+Broadcasts go to every replica of a service at once: a task was cancelled, or a reply of a live run was claimed
+elsewhere. Losing one costs only time: the epoch fences a cancelled run, and a run looks for news at its next commit.
 """
 
 from __future__ import annotations
@@ -14,24 +22,36 @@ from typing import Any
 from uuid import UUID
 
 from prometheus_client import Counter
-from structlog.contextvars import bind_contextvars
+from structlog.contextvars import bind_contextvars, bound_contextvars
 
-from coatcheck.broker.port import Delivery, Outgoing
-from coatcheck.broker.wire import Reply, ReplyKind, parse_reply
+from coatcheck.broker.headers import KIND, TASK
+from coatcheck.broker.port import Delivery, Message, Outgoing
+from coatcheck.broker.topology import Names
+from coatcheck.broker.wire import Control, Reply, ReplyKind, make_cancel, parse_control, parse_reply
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import encode
 from coatcheck.store.postgres.sweeps import Renewal
-from coatcheck.store.rows import Arrival, CallId, CallState, Ruling, TaskId, TaskState, Verdict, Wake
-from coatcheck.worker.broadcast import poke_message
+from coatcheck.store.rows import (
+    Arrival,
+    CallId,
+    CallState,
+    CancelAsk,
+    Ruling,
+    TaskId,
+    TaskState,
+    Verdict,
+    Wake,
+)
 from coatcheck.worker.deadletters import bury
-from coatcheck.worker.deliveries import Hops, Work
+from coatcheck.worker.deliveries import UnderWay, Work
+from coatcheck.worker.engine.run_port import Superseded
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.ids import parse_id
-from coatcheck.worker.messages import cancel_message, to_blob
-from coatcheck.worker.problems import problem
-from coatcheck.worker.resending import send_unsent
+from coatcheck.worker.messages import cancel_message, task_id_of, to_blob
+from coatcheck.worker.problems import cancelled_problem, problem
+from coatcheck.worker.resending import send_final, send_unsent
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.task_run import TaskRun, run_of_task
 
@@ -44,15 +64,16 @@ _KINDS = {
     CallState.TIMED_OUT: ReplyKind.TIMEOUT.value,
     None: ReplyKind.PROGRESS.value,
 }
+_POKE = "poke"
 
 
 class Replies:
     """The consumer of a service's replies queue."""
 
-    def __init__(self, runtime: Runtime, executor: Executor, hops: Hops) -> None:
+    def __init__(self, runtime: Runtime, executor: Executor, under_way: UnderWay) -> None:
         self._runtime = runtime
         self._executor = executor
-        self._hops = hops
+        self._under_way = under_way
 
     def receive(self, delivery: Delivery) -> Work | None:
         """Begin to claim a reply; give back what is more to do with it than that, if it is known already."""
@@ -70,7 +91,7 @@ class Replies:
         arrival = Arrival(CallId(subject), state, value, delivery.is_redelivered, told, self._runtime.app.service)
         reach("before_claim")
         claiming = asyncio.ensure_future(self._runtime.store.claim(arrival))
-        self._hops.watch(delivery, claiming, partial(self._on_claimed, delivery, arrival, time.monotonic()))
+        self._under_way.watch(delivery, claiming, partial(self._on_claimed, delivery, arrival, time.monotonic()))
         return None
 
     def _on_claimed(
@@ -82,7 +103,7 @@ class Replies:
             delivery.ack()
         else:
             work = partial(self._claim, delivery, arrival, asked_s, claiming)
-            self._hops.start(delivery, self._see_through(delivery, work))
+            self._under_way.start(delivery, self._see_through(delivery, work))
 
     async def _see_through(self, delivery: Delivery, work: Callable[[], Work]) -> None:
         """See one reply through to its ack; a failure of ours leaves it to be redelivered."""
@@ -172,7 +193,7 @@ class Replies:
     async def _run(self, live: TaskRun) -> None:
         runtime = self._runtime
         if runtime.slots.waiting_resume_count >= max(1, runtime.settings.reply_prefetch // 2):
-            # Recording replies must never wait for a slot: leave this one to whoever has room, by way of the sweeper.
+            # Recording replies must never wait for a slot: the sweeper brings this one to a replica that has room.
             renewal = Renewal(live.task_id, live.epoch)
             await runtime.gate.insist(lambda _: runtime.store.give_back([renewal], lease=OVERFLOW_LEASE, detaches=True))
             runtime.hints.give([OVERFLOW_LEASE])
@@ -193,6 +214,125 @@ class Replies:
 
     def _count(self, meter: Counter, verdict: Verdict) -> None:
         meter.labels("woke" if verdict is Verdict.GRANTED else verdict).inc()
+
+
+class Orders:
+    """The consumer of a service's control queue."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def handle(self, delivery: Delivery) -> None:
+        reach("order_received")
+        try:
+            order = parse_control(delivery.message, self._runtime.limits)
+            task_id = self._target(order)
+        except MalformedMessage as error:
+            await bury(self._runtime, delivery, error)
+            return
+        with bound_contextvars(task_id=str(task_id)):
+            try:
+                await self._cancel(order, task_id)
+            except BrokerUnavailable as error:
+                log.warning("order_interrupted", error=str(error))
+                delivery.requeue()
+                return
+            delivery.ack()
+
+    def _target(self, order: Control) -> TaskId:
+        """The task an order means: by id, by its request's identity, or by the correlation id its requester knows."""
+        if order.task is None:
+            return task_id_of(self._runtime.app.service, order.identity or order.correlation_id)
+        try:
+            return TaskId(UUID(order.task))
+        except ValueError:
+            raise MalformedMessage("bad_header", f"cc-task {order.task[:64]!r} is not a task id") from None
+
+    async def _cancel(self, order: Control, task_id: TaskId) -> None:
+        runtime, correlation_id = self._runtime, order.correlation_id
+        runtime.lives.note_cancelled(task_id)
+        if runtime.uses_store:
+            by_correlation = order.correlation_id if order.task is None else None
+            ask = CancelAsk(
+                runtime.app.service,
+                task_id,
+                lambda found: encode(cancelled_problem(found, order.reason)),
+                runtime.settings.dedup_window,
+                by_correlation,
+            )
+            ruling = await runtime.gate.insist(lambda _: runtime.store.cancel(ask))
+            if ruling.task is not None:
+                bind_contextvars(task_id=str(ruling.task.task_id))
+            reach("after_cancel")
+            await self._tell(ruling, order)
+            reach("after_cancel_told")
+            if ruling.task is not None:
+                task_id, correlation_id = ruling.task.task_id, None  # others may use the same correlation id
+        name, message = cancelled_message(runtime.app.names, task_id, correlation_id, order.reason)
+        await runtime.outbox.publish([Outgoing(name, message, is_broadcast=True)])
+
+    async def _tell(self, ruling: Ruling, order: Control) -> None:
+        """Cancels to the peers, then one final reply, then the mark that it was sent."""
+        self._runtime.metrics.cancels.labels(ruling.verdict.value).inc()
+        log.info("cancel_ruled", verdict=ruling.verdict.value, reason=order.reason)
+        if ruling.verdict is Verdict.RECORDED:
+            self._runtime.metrics.finished.labels("cancelled").inc()
+        await self._runtime.outbox.cancel_calls(ruling.cancels, order.reason or "its task was cancelled")
+        task = ruling.task
+        if task is None or task.state is not TaskState.CANCELLED or not ruling.unsent.is_final_unsent:
+            return  # it ended by itself before the order came, and its own end answers
+        await send_final(self._runtime, task)
+
+
+class Broadcasts:
+    """The consumer of this replica's own queue."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def handle(self, delivery: Delivery) -> None:
+        message = delivery.message
+        try:
+            if message.headers.get(KIND) == _POKE:
+                await self._poke(self._runtime.lives.find(TaskId(UUID(str(message.headers.get(TASK))))))
+            else:
+                self._cancel(message)
+        except (MalformedMessage, ValueError) as error:
+            log.warning("broadcast_refused", detail=str(error))
+        delivery.ack()
+
+    async def _poke(self, live: TaskRun | None) -> None:
+        if live is None or live.run is None:
+            return
+        try:
+            await live.refresh()
+        except Superseded:
+            if not live.is_written:
+                live.run.abandon()
+
+    def _cancel(self, message: Message) -> None:
+        order = parse_control(message, self._runtime.limits)
+        live = None
+        if order.task:
+            task_id = TaskId(UUID(order.task))
+            self._runtime.lives.note_cancelled(task_id)
+            live = self._runtime.lives.find(task_id)
+        if live is None and order.correlation_id:
+            live = self._runtime.lives.find_by_correlation(order.correlation_id)
+        if live is not None and live.run is not None:
+            live.run.cancel(order.reason or "")
+
+
+def poke_message(names: Names, task_id: TaskId) -> tuple[str, Message]:
+    """Tell the replica that runs this task that something it may wait for has ended."""
+    return names.broadcast, Message(headers={KIND: _POKE, TASK: str(task_id)})
+
+
+def cancelled_message(
+    names: Names, task_id: TaskId, correlation_id: str | None, reason: str | None
+) -> tuple[str, Message]:
+    """Tell the replica that runs this task that it is over."""
+    return names.broadcast, make_cancel(task=str(task_id), correlation_id=correlation_id, reason=reason)
 
 
 def _subject_of(reply: Reply) -> UUID:
@@ -229,6 +369,6 @@ def _is_applied(ruling: Ruling) -> bool:
 
 
 def _is_just_recorded(arrival: Arrival, ruling: Ruling) -> bool:
-    """Tell whether nothing is left to do for a reply but its ack: nobody runs, nothing is to be sent."""
+    """Tell whether nothing is left to do for a reply but its ack: no run to start, nothing to send."""
     is_plain = arrival.state is not CallState.TIMED_OUT and not arrival.is_redelivered
     return ruling.verdict is Verdict.RECORDED and is_plain and ruling.state is TaskState.PARKED
