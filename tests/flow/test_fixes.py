@@ -26,6 +26,7 @@ from coatcheck.store import Store, TaskState
 from coatcheck.store.postgres.sweeps import LookedAt, Renewed
 from coatcheck.store.rows import Finish, Going, Put, TaskId, Verdict
 from coatcheck.worker import App, Context, Retry, Settings, Sweeper, Worker
+from coatcheck.worker.events import Events
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.leases import Leases
 from coatcheck.worker.metrics import Metrics
@@ -482,6 +483,7 @@ class Lessee:
         runtime: Any = SimpleNamespace(
             settings=Settings(lease=timedelta(seconds=60), long_run_limit=timedelta(seconds=300)),
             lives=lives,
+            events=Events(Metrics(), None),
             store=SimpleNamespace(renew=self._renew),
             gate=SimpleNamespace(close=self.closed.append),
         )

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-from prometheus_client import Counter
 from structlog.contextvars import bind_contextvars, bound_contextvars
 
 from coatcheck.broker.headers import KIND, TASK
@@ -47,6 +46,7 @@ from coatcheck.store.rows import (
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.deliveries import UnderWay, Work
 from coatcheck.worker.engine.run_port import Superseded
+from coatcheck.worker.events import CancelRuled, ReplyClaimed, ResumeRuled, RunTakenOver, TaskResumed
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.ids import parse_id
 from coatcheck.worker.messages import cancel_message, task_id_of, to_blob
@@ -125,7 +125,6 @@ class Replies:
         )
         self._take_note(arrival, ruling)
         if _is_applied(ruling) and arrival.state is CallState.TIMED_OUT and ruling.name:
-            runtime.metrics.timeouts_applied.inc()
             await runtime.outbox.publish([cancel_message(call_id, ruling.name, "timed out")])
         if ruling.verdict is Verdict.UNKNOWN and arrival.state is not CallState.TIMED_OUT:
             detail = f"no call {call_id} is known here: it was never made, or its task was removed by retention"
@@ -135,23 +134,11 @@ class Replies:
         await self._go_on(delivery, ruling, is_ending=is_ending, trigger_name=str(call_id), asked_s=asked_s)
 
     def _take_note(self, arrival: Arrival, ruling: Ruling) -> None:
-        """A claim is committed: count and log what became of it."""
-        reach("after_claim")
-        runtime = self._runtime
-        self._count(runtime.metrics.claims, ruling.verdict)
-        if ruling.task_id is not None:
-            log.debug(
-                "reply_claimed",
-                task_id=str(ruling.task_id),
-                call_id=str(arrival.call_id),
-                peer=ruling.name,
-                kind=_KINDS[arrival.state],
-                verdict=str(ruling.verdict),
-            )
-        if ruling.verdict is Verdict.LATE:
-            runtime.metrics.late_replies.inc()
+        """A claim is committed: tell what became of it."""
+        kind = _KINDS[arrival.state]
+        self._runtime.events.tell(ReplyClaimed(ruling.task_id, arrival.call_id, ruling.name, kind, ruling.verdict))
         if _is_applied(ruling) and arrival.state is not None:
-            runtime.marks.forget(arrival.call_id)
+            self._runtime.marks.forget(arrival.call_id)
 
     async def _resume(self, delivery: Delivery, task_id: TaskId, epoch: int) -> None:
         runtime = self._runtime
@@ -165,10 +152,10 @@ class Replies:
                 Wake(task_id, epoch, delivery.is_redelivered or is_in_doubt, runtime.app.service)
             )
         )
-        reach("after_resume")
-        self._count(runtime.metrics.resumes, ruling.verdict)
+        runtime.events.tell(ResumeRuled(task_id, ruling.verdict))
         if ruling.verdict is Verdict.GRANTED:
-            runtime.metrics.picked_up.labels("resume").inc()
+            assert ruling.task is not None
+            runtime.events.tell(RunTakenOver(task_id, ruling.task.epoch, "resume"))
         await self._go_on(delivery, ruling, is_ending=False, trigger_name=trigger_name, asked_s=asked_s)
 
     async def _go_on(
@@ -199,8 +186,7 @@ class Replies:
             runtime.hints.give([OVERFLOW_LEASE])
             live.ack()
             return
-        runtime.metrics.resumed.inc()
-        log.info("task_resumed", task_id=str(live.task_id), epoch=live.epoch)
+        runtime.events.tell(TaskResumed(live.task_id, live.epoch))
         await self._executor.execute(live, is_resume=True)
 
     def _reattaches(self, delivery: Delivery, trigger_name: str) -> bool:
@@ -211,9 +197,6 @@ class Replies:
         log.info("trigger_reattached", task_id=str(live.task_id))
         live.attach(delivery)
         return True
-
-    def _count(self, meter: Counter, verdict: Verdict) -> None:
-        meter.labels("woke" if verdict is Verdict.GRANTED else verdict).inc()
 
 
 class Orders:
@@ -262,21 +245,16 @@ class Orders:
             )
             ruling = await runtime.gate.insist(lambda _: runtime.store.cancel(ask))
             if ruling.task is not None:
-                bind_contextvars(task_id=str(ruling.task.task_id))
-            reach("after_cancel")
+                task_id, correlation_id = ruling.task.task_id, None  # others may use the same correlation id
+                bind_contextvars(task_id=str(task_id))
+            runtime.events.tell(CancelRuled(task_id, ruling.verdict, order.reason))
             await self._tell(ruling, order)
             reach("after_cancel_told")
-            if ruling.task is not None:
-                task_id, correlation_id = ruling.task.task_id, None  # others may use the same correlation id
         name, message = cancelled_message(runtime.app.names, task_id, correlation_id, order.reason)
         await runtime.outbox.publish([Outgoing(name, message, is_broadcast=True)])
 
     async def _tell(self, ruling: Ruling, order: Control) -> None:
         """Cancels to the peers, then one final reply, then the mark that it was sent."""
-        self._runtime.metrics.cancels.labels(ruling.verdict.value).inc()
-        log.info("cancel_ruled", verdict=ruling.verdict.value, reason=order.reason)
-        if ruling.verdict is Verdict.RECORDED:
-            self._runtime.metrics.finished.labels("cancelled").inc()
         await self._runtime.outbox.cancel_calls(ruling.cancels, order.reason or "its task was cancelled")
         task = ruling.task
         if task is None or task.state is not TaskState.CANCELLED or not ruling.unsent.is_final_unsent:

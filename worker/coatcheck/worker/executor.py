@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import Coroutine
 from datetime import timedelta
@@ -34,9 +33,8 @@ from coatcheck.errors import (
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
-from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
-from coatcheck.worker import tracing
+from coatcheck.worker import events, tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
 from coatcheck.worker.checkpoint_limits import check_history
@@ -55,6 +53,7 @@ from coatcheck.worker.engine.run_port import (
     Superseded,
     Unfinished,
 )
+from coatcheck.worker.leases import renew_one
 from coatcheck.worker.messages import answers, to_body
 from coatcheck.worker.outbox import pause_s
 from coatcheck.worker.phases import Phase
@@ -80,6 +79,8 @@ class TaskEnd(msgspec.Struct):
     changes: Changes = NO_CHANGES
     traceback: str | None = None
     is_worth_a_row: bool | None = None
+    why: events.Event | None = None
+    """What there is to tell of it, beside that it ended."""
 
     def __repr__(self) -> str:
         return f"TaskEnd({self.state})"  # its value is the users'
@@ -153,16 +154,14 @@ class Executor:
         except Superseded:
             if not live.has_row and live.phase is not Phase.LET_GO:
                 return False
-            log.warning("run_superseded", epoch=live.epoch, is_fenced=live.phase is Phase.FENCED)
+            self._tell(events.RunSuperseded(live.task_id, live.epoch, live.phase is Phase.FENCED))
             if is_last:
                 await self._acquit(live)
             self._leave(live)
-        except BrokerUnavailable as error:
-            log.warning("settling_interrupted", error=str(error))
-            live.requeue()
-        except StoreUnavailable as error:
-            log.warning("settling_interrupted", error=str(error))
-            self._runtime.gate.close(error)
+        except (BrokerUnavailable, StoreUnavailable) as error:
+            self._tell(events.RunInterrupted(live.task_id, str(error)))
+            if isinstance(error, StoreUnavailable):
+                self._runtime.gate.close(error)
             live.requeue()
         finally:
             if live.ram is not None:
@@ -175,33 +174,18 @@ class Executor:
         Its journal would be old: it would do again what is recorded by now. A last attempt is counted here, now that it
         is alone: while it waited for that, its process may have been ended by any other.
         """
-        lease = self._runtime.settings.lease
-        renewal = Renewal(live.task_id, live.epoch)
         marks = live.pickups // ALONE + 1 if is_last else 0
-        while True:
-            asked_s = time.monotonic()
-            mine, busy = await self._runtime.gate.insist(
-                lambda _: self._runtime.store.renew([renewal], lease=lease, counted=marks * ALONE)
-            )
-            if live.task_id in mine:
-                live.renewed_s = asked_s
-                return
-            if live.task_id not in busy:
-                live.fence()
-                raise Superseded
-            await asyncio.sleep(random.uniform(0.02, 0.1))
+        lease = self._runtime.settings.lease
+        asked_s = await renew_one(self._runtime, live.task_id, live.epoch, lease=lease, counted=marks * ALONE)
+        if asked_s is None:
+            live.fence()
+            raise Superseded
+        live.renewed_s = asked_s
 
     async def _acquit(self, live: TaskRun) -> None:
         """A last attempt that was cut short has not ended its process: another one may be made, at once."""
-        renewal, now = Renewal(live.task_id, live.epoch), timedelta(0)
         before = live.pickups // ALONE * ALONE or -ALONE
-        while True:
-            _, busy = await self._runtime.gate.insist(
-                lambda _: self._runtime.store.renew([renewal], lease=now, counted=before)
-            )
-            if not busy:
-                return
-            await asyncio.sleep(random.uniform(0.02, 0.1))
+        await renew_one(self._runtime, live.task_id, live.epoch, lease=timedelta(0), counted=before)
 
     def _leave(self, live: TaskRun) -> None:
         """Give up what we hold of a run that is not ours to finish.
@@ -275,8 +259,7 @@ class Executor:
     async def _settle(self, live: TaskRun, outcome: Unfinished) -> None:
         match outcome:
             case Parked():
-                self._runtime.metrics.parked.inc()
-                log.info("task_parked", checkpoint=live.checkpoint)
+                self._tell(events.TaskParked(live.task_id, live.checkpoint))
                 live.requeue() if live.is_unsent else live.ack()
             case Raised(error, forget, changes):
                 await self._fail_or_retry(live, error, forget, changes)
@@ -287,7 +270,7 @@ class Executor:
             case Cancelled(reason):
                 # Mostly somebody else has ended it: whoever took the order, or another copy of the request that came
                 # to its end first. Then the row refuses us, and answers for itself.
-                log.info("task_cancelled")
+                self._tell(events.RunCancelled(live.task_id))
                 document = cancelled_problem(live.task_id, reason)
                 await self._finish(live, TaskEnd(TaskState.CANCELLED, encode(document), is_worth_a_row=True))
             case _:
@@ -321,18 +304,16 @@ class Executor:
         if delay is None:
             await self._finish(live, self._failure(live, error, changes))
             return
-        self._runtime.metrics.retried.inc()
-        log.warning(
-            "attempt_failed",
-            exception=type(error).__name__,
-            retry_in_s=delay.total_seconds(),
-            **self._traceback(error),
+        failed = events.AttemptFailed(
+            live.task_id, live.attempt, type(error).__name__, delay.total_seconds(), self._traceback(error)
         )
         if live.ram is not None:
+            self._tell(failed)
             await self._try_again_in_ram(live, delay)
             return
         document = problem_of(error, live.task_id, live.attempt, retryable=True)
         done = await live.put(changes, Again(delay, encode(document), traceback_of(error), forget))
+        self._tell(failed)
         await live.send(changes.opens, done.cancels)
         self._runtime.hints.give([delay])
         live.requeue() if live.is_unsent else live.ack()
@@ -351,20 +332,22 @@ class Executor:
         retryable = live.handler.retry.is_retryable(error) if live.handler is not None else None
         code = Code(error.code) if isinstance(error, CheckpointRefused) else None
         document = problem_of(error, live.task_id, live.attempt, code=code, retryable=retryable)
-        name = document.get("exception")
-        log.error("task_failed", code=document["code"], exception=name, **self._traceback(error))
-        return TaskEnd(TaskState.FAILED, encode(document), changes, traceback_of(error))
+        why = events.TaskFailed(live.task_id, document["code"], document.get("exception"), self._traceback(error))
+        return TaskEnd(TaskState.FAILED, encode(document), changes, traceback_of(error), why=why)
 
-    def _traceback(self, error: BaseException) -> dict[str, str]:
+    def _traceback(self, error: BaseException) -> str | None:
         """The traceback, where the settings say that it may be logged: its texts are the users'."""
-        return {"traceback": traceback_of(error)} if self._runtime.settings.log_tracebacks else {}
+        return traceback_of(error) if self._runtime.settings.log_tracebacks else None
+
+    def _tell(self, event: events.Event) -> None:
+        self._runtime.events.tell(event)
 
     def _refused_commit(self, live: TaskRun, error: PermanentError) -> TaskEnd:
         """What the run wants recorded will never be taken."""
-        log.error("commit_refused", code=error.code, detail=str(error))
+        why = events.CheckpointFailed(live.task_id, error.code, str(error))
         live.progress_report = None  # it may be what was refused
         document = problem(error.code, detail=str(error), task_id=str(live.task_id), attempt=live.attempt)
-        return TaskEnd(TaskState.FAILED, encode(document), traceback=traceback_of(error))
+        return TaskEnd(TaskState.FAILED, encode(document), traceback=traceback_of(error), why=why)
 
     def _end_of_killer(self, live: TaskRun) -> TaskEnd:
         """A task that takes its process with it each time is stopped before it takes the fleet."""
@@ -375,15 +358,14 @@ class Executor:
             task_id=str(live.task_id),
             attempt=live.attempt,
         )
-        log.error("task_crashed_repeatedly", run_count=count)
-        return TaskEnd(TaskState.FAILED, encode(document))
+        return TaskEnd(TaskState.FAILED, encode(document), why=events.TaskCrashedRepeatedly(live.task_id, count))
 
     def _refusal(self, live: TaskRun, error: Exception) -> TaskEnd:
         """A request that does not fit its handler: say so to whoever asked."""
         document = problem_of(error, live.task_id)
-        log.warning("request_refused", code=document["code"])  # the detail names fields of the body: not for logs
-        is_worth_a_row = live.keeps_result or not live.addresses  # else whoever asked is told, and that is all
-        return TaskEnd(TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row)
+        why = events.RequestRefused(live.task_id, document["code"])
+        is_worth_a_row = live.keeps_result or not live.addresses  # else the requester is told, and that is all
+        return TaskEnd(TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row, why=why)
 
     async def _await_handler(self, live: TaskRun) -> None:
         """Hold a task whose handler this code does not have, as a deploy may bring it.
@@ -396,8 +378,8 @@ class Executor:
         has_run = live.attempt > 1 or live.history.recorded or live.history.open_calls
         left = None if has_run else self._runtime.settings.hold_unknown - timedelta(seconds=live.age_s)
         if left is not None and left <= timedelta(0):
-            log.error("handler_stayed_unknown", reason=reason)
-            await self._finish(live, TaskEnd(TaskState.FAILED, encode(document)))
+            why = events.HandlerStayedUnknown(live.task_id, reason)
+            await self._finish(live, TaskEnd(TaskState.FAILED, encode(document), why=why))
             return
         await self._hold(live, document, reason, at_most=left)
 
@@ -411,8 +393,7 @@ class Executor:
         delay = min(max(timedelta(seconds=live.age_s), SHORTEST_HOLD), at_most or LONGEST_HOLD, LONGEST_HOLD)
         live.end()
         await live.put(Changes(), Hold(delay, encode(document)))
-        self._runtime.metrics.held.inc()
-        log.error("task_held", reason=reason, retry_in_s=delay.total_seconds())
+        self._tell(events.TaskHeld(live.task_id, reason, delay.total_seconds()))
         live.ack()
 
     async def _finish(self, live: TaskRun, end: TaskEnd) -> None:
@@ -425,11 +406,12 @@ class Executor:
         if is_stored:
             finish = Finish(end.state, end.value, self._keep(end.state), end.traceback)
             is_stored = await self._commit_end(live, finish, end.changes)
+        if end.why is not None:
+            self._tell(end.why)
         is_told = not live.addresses or await self._answer(live, end, is_stored=is_stored)
         if is_stored and live.is_detached and is_told:
             await self._runtime.store.mark_final_sent({live.task_id: live.addresses})
-        self._runtime.metrics.finished.labels(end.state.value).inc()
-        log.info("task_finished", outcome=end.state.value)
+        self._tell(events.TaskFinished(live.task_id, end.state.value))
         if not live.unanswered:
             live.ack(is_answered=True)
 
@@ -488,7 +470,7 @@ class Executor:
             try:
                 routings = await self._runtime.outbox.publish(live.unanswered)
             except BrokerUnavailable as error:
-                log.warning("settling_interrupted", error=str(error))
+                self._tell(events.RunInterrupted(live.task_id, str(error)))
                 continue
             live.unanswered = [
                 each for each, routing in zip(live.unanswered, routings, strict=True) if routing is Routing.REFUSED

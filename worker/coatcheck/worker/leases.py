@@ -8,6 +8,7 @@ an hour) and goes on.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -16,7 +17,9 @@ from coatcheck.errors import PermanentError, StoreUnavailable
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.postgres.sweeps import Renewal, Renewed
+from coatcheck.store.rows import TaskId
 from coatcheck.worker.engine.run_port import Superseded
+from coatcheck.worker.events import LeaseLost, RunDetached
 from coatcheck.worker.phases import Phase
 from coatcheck.worker.runtime import Runtime
 from coatcheck.worker.task_run import TaskRun
@@ -68,8 +71,8 @@ class Leases:
             elif live.task_id in busy:
                 continue  # its row is locked just now; it comes up again soon, and stops itself if that never ends
             elif renewal.epoch == live.epoch and live.has_lease and live.run is not None:
-                log.warning("lease_lost", task_id=str(live.task_id), epoch=live.epoch)
                 live.fence()
+                self._runtime.events.tell(LeaseLost(live.task_id, live.epoch))
                 live.run.abandon()
         self._stop_overdue([live for live in lives if live.task_id in busy])
 
@@ -106,7 +109,7 @@ class Leases:
         try:
             await live.detach()
             lines = [] if live.run is None else live.run.lines()
-            log.info("long_run_detached", task_id=str(live.task_id), handler=live.handler_name, lines=lines)
+            self._runtime.events.tell(RunDetached(live.task_id, live.handler_name, lines))
         except Superseded:
             if not live.is_written and live.run is not None:
                 live.run.abandon()
@@ -127,3 +130,21 @@ class Leases:
                 await self._runtime.store.give_back(held, lease=timedelta(0), detaches=False)
             except StoreUnavailable as error:
                 log.warning("leases_not_given_up", error=str(error))
+
+
+async def renew_one(
+    runtime: Runtime, task_id: TaskId, epoch: int, *, lease: timedelta, counted: int = 0, detaches: bool = False
+) -> float | None:
+    """Move one lease on for certain: a row that is locked is asked for again. Returns when it was asked for.
+
+    None: the row is another epoch's, or does not run any more.
+    """
+    renewal = Renewal(task_id, epoch)
+    while True:
+        asked_s = time.monotonic()
+        mine, busy = await runtime.gate.insist(
+            lambda _: runtime.store.renew([renewal], lease=lease, detaches=detaches, counted=counted)
+        )
+        if task_id not in busy:
+            return asked_s if task_id in mine else None
+        await asyncio.sleep(random.uniform(0.02, 0.1))

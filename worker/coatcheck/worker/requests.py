@@ -7,7 +7,6 @@ which knows whether the work is done, waits, runs elsewhere, or kills its worker
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,6 @@ from coatcheck.broker.topology import takes_replies
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected, TransientError, Unauthorized
 from coatcheck.log import get_logger
 from coatcheck.points import reach
-from coatcheck.store.postgres.sweeps import Renewal
 from coatcheck.store.postgres.task_inserts import REQUEST_TRIGGER
 from coatcheck.store.rows import MOST_ADDRESSES, Address, Birth, Caller, Request, Ruling, Task, TaskId, Verdict, Wake
 from coatcheck.worker import tracing
@@ -29,7 +27,9 @@ from coatcheck.worker.app import Handler
 from coatcheck.worker.callers import digest_with, find_caller
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.engine.work import CLOCKS_DIFFER
+from coatcheck.worker.events import RequestAnsweredAgain, RequestCancelled, RequestJoined, RequestKnown, RunTakenOver
 from coatcheck.worker.executor import Executor
+from coatcheck.worker.leases import renew_one
 from coatcheck.worker.messages import address_of, birth_of, deadline_of, errors, task_id_of
 from coatcheck.worker.problems import cancelled_problem, problem, problem_of
 from coatcheck.worker.resending import answer_one, send_unsent
@@ -193,7 +193,7 @@ class Requests:
         await send_unsent(runtime, ruling)
         if ruling.verdict is Verdict.GRANTED:
             assert ruling.task is not None
-            runtime.metrics.picked_up.labels("redelivered").inc()
+            runtime.events.tell(RunTakenOver(task.task_id, ruling.task.epoch, "redelivered"))
             live = run_of_task(
                 runtime,
                 ruling.task,
@@ -206,20 +206,13 @@ class Requests:
             return
         if ruling.verdict is Verdict.EARLY:
             await self._detach(task)
-        log.info("request_known", verdict=ruling.verdict.value, is_token_valid=False)
-        runtime.metrics.duplicates.inc()
+        runtime.events.tell(RequestKnown(task.task_id, ruling.verdict, is_token_valid=False))
         delivery.ack()
 
     async def _detach(self, task: Task) -> None:
         """Note in a running row that no unacked request stands behind its run any more: the sweeper sees to its end."""
-        runtime, renewal = self._runtime, Renewal(task.task_id, task.epoch)
-        while True:
-            _, busy = await runtime.gate.insist(
-                lambda _: runtime.store.renew([renewal], lease=runtime.settings.lease, detaches=True)
-            )
-            if not busy:
-                return
-            await asyncio.sleep(random.uniform(0.02, 0.1))
+        lease = self._runtime.settings.lease
+        await renew_one(self._runtime, task.task_id, task.epoch, lease=lease, detaches=True)
 
     async def _refuse_caller(
         self, delivery: Delivery, request: wire.Request, task_id: TaskId, error: Unauthorized
@@ -249,7 +242,7 @@ class Requests:
         elif live.has_row:
             return False
         else:
-            self._runtime.metrics.duplicates.inc()
+            self._runtime.events.tell(RequestJoined(live.task_id))
             live.followers.append(delivery)
         if address is not None and not is_known:
             live.addresses = (*live.addresses, address)
@@ -309,7 +302,7 @@ class Requests:
             case Verdict.GRANTED:
                 assert ruling.task is not None
                 if ruling.task.epoch > 1:
-                    runtime.metrics.picked_up.labels("redelivered").inc()
+                    runtime.events.tell(RunTakenOver(birth.task_id, ruling.task.epoch, "redelivered"))
                 live = run_of_task(runtime, ruling.task, ruling.history, trigger=delivery, asked_s=asked_s)
                 await self._executor.execute(live, is_resume=False)
                 return
@@ -322,17 +315,17 @@ class Requests:
             case Verdict.FINISHED:
                 await self._answer_again(ruling, birth)
             case verdict:
-                log.info("request_known", verdict=verdict.value, state=ruling.task.state.value if ruling.task else None)
-        runtime.metrics.duplicates.inc()
+                state = ruling.task.state.value if ruling.task else None
+                runtime.events.tell(RequestKnown(birth.task_id, verdict, state))
         delivery.ack()
 
     async def _answer_again(self, ruling: Ruling, birth: Birth) -> None:
         """A late duplicate of a finished task gets the stored answer, and is never run again."""
         assert ruling.task is not None
-        log.info("request_answered_again", state=ruling.task.state.value)
         was_just_sent = ruling.unsent.is_final_unsent and birth.address in ruling.task.addresses
         if birth.address is not None and not was_just_sent:
             await answer_one(self._runtime, ruling.task, birth.address)
+        self._runtime.events.tell(RequestAnsweredAgain(birth.task_id, ruling.task.state.value))
 
     async def _refuse_conflict(self, delivery: Delivery, birth: Birth) -> None:
         detail = (
@@ -365,8 +358,7 @@ class Requests:
 
     async def _refuse_cancelled(self, delivery: Delivery, birth: Birth) -> None:
         """Without rows there is no tombstone to answer for a task whose cancel came first: whoever heard of it does."""
-        log.info("task_cancelled")
-        self._runtime.metrics.finished.labels("cancelled").inc()
+        self._runtime.events.tell(RequestCancelled(birth.task_id))
         if birth.address is None:
             delivery.ack()
             return

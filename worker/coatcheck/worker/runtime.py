@@ -12,6 +12,7 @@ from coatcheck.broker.bodies import Limits
 from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import TaskId
 from coatcheck.worker.app import App
+from coatcheck.worker.events import Events
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Hints, Marks, Outbox
 from coatcheck.worker.ram_waits import RamCalls
@@ -118,6 +119,7 @@ class Runtime:
     settings: Settings
     limits: Limits
     metrics: Metrics
+    events: Events
     outbox: Outbox
     lives: LiveRuns
     slots: Slots

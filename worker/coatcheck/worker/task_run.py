@@ -57,6 +57,7 @@ from coatcheck.worker.app import Handler
 from coatcheck.worker.checkpoint_limits import check_history, check_size
 from coatcheck.worker.engine.run import Run
 from coatcheck.worker.engine.run_port import Superseded
+from coatcheck.worker.events import CheckpointSaved, TaskFellToRam, WriteFenced
 from coatcheck.worker.messages import peer_of_new
 from coatcheck.worker.phases import DECIDED, LAST_WRITES, MOVES, Phase
 from coatcheck.worker.ram_waits import RamWaits
@@ -310,9 +311,8 @@ class TaskRun(msgspec.Struct, eq=False):
     def _fall_to_ram(self, error: StoreUnavailable) -> None:
         """`preferred`: go on in RAM, and stay there. Only a task without a row gets here: for others writes insist."""
         self.runtime.gate.close(error)
-        log.warning("task_fell_to_ram", error=str(error))
-        self.runtime.metrics.in_ram.inc()
         self.ram = RamWaits(self)
+        self.runtime.events.tell(TaskFellToRam(self.task_id, str(error)))
 
     # --- writing ---
 
@@ -365,19 +365,20 @@ class TaskRun(msgspec.Struct, eq=False):
                 birth=None if self.make_birth is None else self.make_birth(),
                 progress=self.progress_report,
             )
-            asked_s, (before, after) = time.monotonic(), _points_of(end)
-            reach(before)
+            asked_s, kind = time.monotonic(), _kind_of(end)
+            reach(f"before_{kind}")
             is_patient = is_patient and (put.birth is None or not self.runtime.may_use_ram)
             answer = await self._write(lambda is_in_doubt: self._try(put, is_in_doubt), is_patient=is_patient)
-            reach(after)
+            reach(f"after_{kind}")
             if isinstance(answer, PutRefused):
-                self.runtime.metrics.fenced.inc()
                 if self.has_row:
                     self.fence()
+                self.runtime.events.tell(WriteFenced(self.task_id, self.epoch))
                 raise Superseded
             self.renewed_s = max(self.renewed_s, asked_s)
             self.open_calls.update(opened)
             self._take_in(put, answer)
+            self.runtime.events.tell(CheckpointSaved(self.task_id, self.epoch, self.checkpoint, kind))
             return answer
 
     def _try(self, put: Put, is_in_doubt: bool) -> Awaitable[PutDone | PutRefused]:
@@ -488,16 +489,11 @@ def run_of_task(
     )
 
 
-_POINTS = {
-    Park: ("before_park", "after_park"),
-    Finish: ("before_finish", "after_finish"),
-    Again: ("before_retry", "after_retry"),
-    Hold: ("before_hold", "after_hold"),
-}
+_KINDS = {Park: "park", Finish: "finish", Again: "retry", Hold: "hold"}
 
 
-def _points_of(end: Ending) -> tuple[str, str]:
-    """The crash points around a write of this kind."""
+def _kind_of(end: Ending) -> str:
+    """What a write is called in events, and at the crash points before and after it."""
     if isinstance(end, Going):
-        return ("before_detach", "after_detach") if end.is_detached else ("before_record", "after_record")
-    return _POINTS[type(end)]
+        return "detach" if end.is_detached else "record"
+    return _KINDS[type(end)]

@@ -30,6 +30,7 @@ from coatcheck.worker.app import App
 from coatcheck.worker.arrivals import Broadcasts, Orders, Replies
 from coatcheck.worker.deliveries import Receive, UnderWay
 from coatcheck.worker.engine.classify import find_unsupported
+from coatcheck.worker.events import Events
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.leases import Leases
@@ -176,6 +177,7 @@ class Worker:
             settings=settings,
             limits=limits,
             metrics=self.metrics,
+            events=Events(self.metrics, self.app.on_event),
             outbox=outbox,
             lives=LiveRuns(),
             slots=Slots(settings.concurrency),
