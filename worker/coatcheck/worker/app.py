@@ -39,7 +39,7 @@ class App:
     """A service: a name, and the handlers its replicas run.
 
     `identify` is called with each request's bearer token, or None, and returns who asked: a `Caller`, or None for
-    nobody in particular. If it raises, the request is refused with the problem `unauthorized`. It may be async. Without
+    an anonymous caller. If it raises, the request is refused with the problem `unauthorized`. It may be async. Without
     it tokens are not read.
 
     `on_event` is called with each event of a task, after what it tells of is committed: parked, resumed, finished,

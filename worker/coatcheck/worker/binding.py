@@ -196,7 +196,7 @@ class _Whole:
 
     parameter: Parameter
     reader: _Reader
-    is_bytes: bool  # bytes are handed over as they came, whatever the sender called them
+    is_bytes: bool  # bytes are handed over as they came, under any content type
     by_name: _ByName | None  # for objects; None if the parameter itself may be one
 
     def bind(self, body: RequestBody) -> Bound:

@@ -138,7 +138,7 @@ class Executor:
                 await self._answer_from_ram(live)
             return is_ours
         except BaseException as error:
-            # The caller deals with the delivery it gave us; nobody else would settle duplicates, or one that came back.
+            # The caller deals with the delivery it gave us. Duplicates, and one that came back, are ours to settle.
             live.requeue(all_but=origin if isinstance(error, Exception) else None)
             raise
         finally:
@@ -268,8 +268,8 @@ class Executor:
             case Abandoned():
                 raise Superseded
             case Cancelled(reason):
-                # Mostly somebody else has ended it: whoever took the order, or another copy of the request that came
-                # to its end first. Then the row refuses us, and answers for itself.
+                # Mostly it is ended already: by the replica that took the order, or by another copy of the request.
+                # Then the row refuses us, and answers for itself.
                 self._tell(events.RunCancelled(live.task_id))
                 document = cancelled_problem(live.task_id, reason)
                 await self._finish(live, TaskEnd(TaskState.CANCELLED, encode(document), is_worth_a_row=True))
@@ -361,7 +361,7 @@ class Executor:
         return TaskEnd(TaskState.FAILED, encode(document), why=events.TaskCrashedRepeatedly(live.task_id, count))
 
     def _refusal(self, live: TaskRun, error: Exception) -> TaskEnd:
-        """A request that does not fit its handler: say so to whoever asked."""
+        """A request that does not fit its handler: say so to the requester."""
         document = problem_of(error, live.task_id)
         why = events.RequestRefused(live.task_id, document["code"])
         is_worth_a_row = live.keeps_result or not live.addresses  # else the requester is told, and that is all
@@ -422,7 +422,7 @@ class Executor:
         if end.is_worth_a_row is not None:
             return end.is_worth_a_row
         is_deduplicated = live.handler is not None and live.handler.is_deduplicated
-        # A lost trigger is being redelivered to somebody: the row decides whose result it is.
+        # A lost trigger is being redelivered, perhaps elsewhere: the row decides which run's result it is.
         is_lost = live.trigger is None or live.trigger.is_lost
         return end.state is TaskState.FAILED or live.keeps_result or is_deduplicated or is_lost
 
@@ -439,8 +439,10 @@ class Executor:
         return True
 
     async def _answer(self, live: TaskRun, end: TaskEnd, *, is_stored: bool) -> bool:
-        """Publish the final reply to everyone who asked. Who is gone can fetch it later, and whose queue refuses it is
-        sent it later: then it gets a row. False: not all were told, and the row or `live.unanswered` says so.
+        """Publish the final reply to all requesters. False: not all were told; the row or `live.unanswered` says so.
+
+        A requester that is gone can fetch the result later. One whose queue refuses the reply is sent it later: for
+        both the task gets a row.
         """
         replies = answers(live.task_id, end.state, end.value, live.addresses, traceparent=live.traceparent)
         reach("before_answer")

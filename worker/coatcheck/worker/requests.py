@@ -121,7 +121,7 @@ class Requests:
         elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, task_id, handler)):
             # In doubt, the row may be the run's own: it is asked for as if the request had come back.
             is_in_doubt = left_by is not None and left_by.is_in_doubt and delivery is left_by.trigger
-            # A run alive in this process needs nobody to take it over.
+            # A run alive in this process is not to be taken over.
             is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or not live.is_joinable)
             await self._accept(delivery, make_birth(), is_redelivered=is_lost)
         else:
@@ -167,8 +167,8 @@ class Requests:
         """Settle a request that came back, was accepted before, and whose token is not valid any more.
 
         False: it was not accepted before, as far as a live run or a row tells. The broker alone says that it came back,
-        but not from whom: it may be a copy that a stranger sent. So it begins nothing, takes no run over and tells
-        nobody but the addresses of the task. Its task goes on as after a lost lease.
+        but not from which sender: it may be a copy that a stranger sent. So it begins nothing, takes no run over and
+        tells only the addresses of the task. Its task goes on as after a lost lease.
         """
         runtime = self._runtime
         live = runtime.lives.find(task_id)
@@ -357,7 +357,7 @@ class Requests:
         await self._refuse(delivery, birth, problem("deadline_exceeded", detail=detail, task_id=str(birth.task_id)))
 
     async def _refuse_cancelled(self, delivery: Delivery, birth: Birth) -> None:
-        """Without rows there is no tombstone to answer for a task whose cancel came first: whoever heard of it does."""
+        """Without rows there is no tombstone to answer for a task whose cancel came first: its replica does."""
         self._runtime.events.tell(RequestCancelled(birth.task_id))
         if birth.address is None:
             delivery.ack()

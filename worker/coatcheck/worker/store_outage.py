@@ -103,9 +103,9 @@ class StoreGate:
         finally:
             self._prober = None
 
-    async def _tell(self, whom: Callable[[], Awaitable[None]]) -> None:
+    async def _tell(self, listener: Callable[[], Awaitable[None]]) -> None:
         try:
-            await whom()
+            await listener()
         except Exception:
             log.exception("gate_not_heard")  # the gate itself must go on
 

@@ -93,7 +93,7 @@ def trace_id_of(traceparent: str | None) -> str | None:
 
 
 def _derived_span(call_id: UUID) -> str:
-    # Hashed, because a call id is the secret that lets a peer answer and spans end up in everyone's trace viewer.
+    # Hashed, because a call id is the secret that lets a peer answer and spans end up in many trace viewers.
     hashed = _SPANS.copy()
     hashed.update(call_id.bytes)
     digest = hashed.hexdigest()

@@ -199,7 +199,7 @@ class Ledger:
 
 
 def is_handed_out(entry: Entry) -> bool:
-    """Tell whether somebody gets what was recorded. A closed call and a step cut off only keep their keys."""
+    """Tell whether what was recorded is handed to a branch. A closed call and a step cut off only keep their keys."""
     if not isinstance(entry, Recorded) or entry.state is CallState.CLOSED:
         return False
     if entry.kind is not Kind.STEP or entry.state is CallState.OK:

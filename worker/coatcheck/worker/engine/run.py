@@ -49,7 +49,7 @@ from coatcheck.worker.engine.steps import Steps
 from coatcheck.worker.engine.timeouts import Clocks, Timers
 from coatcheck.worker.engine.tracking import (
     MAX_PUT_DOWNS,
-    NOBODY,
+    NO_OWNER,
     Driver,
     Durable,
     PutDown,
@@ -159,7 +159,7 @@ class Run:
     def deliver(self, news: Sequence[Recorded]) -> None:
         """Take in calls that have ended, sorted by sequence. Known ones are ignored, so repeating it is safe.
 
-        Must not skip: whatever has a lower sequence than the news is among them or was told before.
+        Must not skip: all that has a lower sequence than the news is among them or was told before.
         """
         if self._is_committing:
             self._late.extend(news)  # the commit may have got lower numbers than these; it returns them first
@@ -167,11 +167,11 @@ class Run:
             self._learn(news)
 
     def abandon(self) -> None:
-        """Put the run down now and write nothing: the task belongs to somebody else."""
+        """Put the run down now and write nothing: the task belongs to another replica."""
         self._rule(Abandoned())
 
     def cancel(self, reason: str) -> None:
-        """Cancel the handler as asyncio would; whatever durable it tries raises. Nothing more is written."""
+        """Cancel the handler as asyncio would; durable work that it tries raises. Nothing more is written."""
         if self._verdict is None and self._cancel_reason is None:
             self._cancel_reason = reason
             if self._root is not None:
@@ -285,7 +285,7 @@ class Run:
     def _let_go(self) -> None:
         """Untie the parts from each other: the run's end frees them then, and no garbage collector must find them."""
         self.tracker.is_over = True
-        self.tracker.owner = NOBODY
+        self.tracker.owner = NO_OWNER
         self._root = self._steps = self._clocks = None
         del self.port  # nothing is written any more; and the port may hold this run
 

@@ -23,7 +23,7 @@ from coatcheck.worker.retry import Retry
 __all__ = ["CANCELLED_CODE", "Job", "Steps", "name_of_function", "name_of_keyed", "returns_of"]
 
 CANCELLED_CODE = "step_cancelled"
-"""The code of a step that the handler itself cut off. Nobody is given such an entry; it only keeps the step from
+"""The code of a step that the handler itself cut off. Such an entry is not handed out; it only keeps the step from
 starting again on replay."""
 
 
@@ -121,7 +121,7 @@ class Steps:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._cut.discard(task)
         if task in self._running.values():
-            # It ended without an entry: nobody of ours cancelled it, so the port refused. The run is ending.
+            # It ended without an entry: we did not cancel it, so the port refused. The run is ending.
             self._running = {key: each for key, each in self._running.items() if each is not task}
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
@@ -146,7 +146,7 @@ async def _attempt(key: str, job: Job) -> tuple[NewEntry, BaseException | None]:
     while True:
         try:
             blob = _restorable(await _call(job.function, job.arguments), wanted.name, job.returns)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: its failure is recorded, whatever it is
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: any failure of it is recorded
             delay = None if job.retry is None else job.retry.next_delay(error, attempt)
             if delay is None:
                 return _failure(key, wanted, error), error
