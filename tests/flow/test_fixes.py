@@ -49,7 +49,7 @@ class Door:
         self.told: list[str] = []
         self.on_close: list[Exception] = []
         self.on_open: list[Exception] = []
-        self.gate = StoreGate(self._ping, on_close=self._close, on_open=self._open, metrics=Metrics())
+        self.gate = StoreGate(self._ping, on_close=self._close, on_open=self._open, events=Events(Metrics(), None))
 
     async def _ping(self) -> None:
         if self.answers:

@@ -169,7 +169,7 @@ def test_the_page_names_events_and_attributes_that_exist() -> None:
     section = (ROOT / "docs/handlers.md").read_text().partition("## Hearing what happens")[2]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `") and "event.name" not in line]
 
-    assert len(rows) == 8
+    assert len(rows) == 9
     for _, name, _, attributes, _ in rows:
         listed = set(re.findall(r"`(\w+)`", attributes.partition(":")[0])) | {"task_id"}
         assert listed == known[name.strip(" `")]
@@ -179,3 +179,15 @@ def test_no_two_kinds_share_a_name() -> None:
     names = [kind.name for kind in kinds()]
 
     assert len(names) == len(set(names))
+
+
+async def test_an_app_hears_of_a_cancel_that_ends_a_parked_task() -> None:
+    heard: list[Event] = []
+    async with Stage() as stage:
+        stage.peer("peer").never()
+        await stage.run(make_app(heard.append))
+        ticket = await stage.submit("svc", "owls")
+        await ticket.cancel("not wanted")
+
+    (ruled,) = [event for event in heard if event.name == "cancel_ruled"]
+    assert ruled.facts == {"task_id": heard[0].task_id, "verdict": "recorded", "reason": "not wanted"}

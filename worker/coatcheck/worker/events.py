@@ -26,12 +26,12 @@ log = get_logger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened to a task or its run. It holds no payload: what it quotes may be logged."""
+    """Something that happened, mostly to a task or its run. It holds no payload: what it quotes may be logged."""
 
     name: ClassVar[str] = "event"
     """What it is called outside: `TaskParked` is `task_parked`."""
     task_id: UUID | None
-    """None: no row knows of one, as with a reply to a call that never was."""
+    """None: it is about no task, or about one that no row knows."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -371,6 +371,30 @@ class CancelRuled(Event, frozen=True):
         log.info("cancel_ruled", verdict=self.verdict.value, reason=self.reason)
         if self.verdict is Verdict.RECORDED:
             metrics.finished.labels("cancelled").inc()
+
+
+# --- servers ---
+
+
+class StoreLost(Event, frozen=True):
+    """Postgres did not answer; consuming is paused until it does."""
+
+    error: str
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.outages.labels("store").inc()
+        log.warning("store_lost", error=self.error)
+
+
+class ConsumerLost(Event, frozen=True):
+    """The broker took back the messages of a queue; the runs that they began go on under their leases."""
+
+    queue: str
+    run_count: int
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.outages.labels("broker").inc()
+        log.warning("consumer_lost", queue=self.queue, run_count=self.run_count)
 
 
 def _result(verdict: Verdict) -> str:

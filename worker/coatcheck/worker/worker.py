@@ -30,7 +30,7 @@ from coatcheck.worker.app import App
 from coatcheck.worker.arrivals import Broadcasts, Orders, Replies
 from coatcheck.worker.deliveries import Receive, UnderWay
 from coatcheck.worker.engine.classify import find_unsupported
-from coatcheck.worker.events import Events
+from coatcheck.worker.events import ConsumerLost, Events
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.leases import Leases
@@ -167,7 +167,8 @@ class Worker:
             max_history=settings.max_history,
         )
         stack.push_async_callback(store.close)
-        self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, metrics=self.metrics)
+        events = Events(self.metrics, self.app.on_event)
+        self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, events=events)
         stack.push_async_callback(self._gate.stop)
         outbox = Outbox(broker, metrics=self.metrics, patience=settings.request_prefetch // 4)
         is_in_ram = settings.checkpointing is not Checkpointing.REQUIRED
@@ -177,7 +178,7 @@ class Worker:
             settings=settings,
             limits=limits,
             metrics=self.metrics,
-            events=Events(self.metrics, self.app.on_event),
+            events=events,
             outbox=outbox,
             lives=LiveRuns(),
             slots=Slots(settings.concurrency),
@@ -266,11 +267,10 @@ class Worker:
     def _on_lost(self, group: asyncio.TaskGroup, runtime: Runtime, leases: Leases, queue: str) -> None:
         """The broker has taken back what we held: our runs live on under their leases, so that none starts twice."""
         lost = [live for live in runtime.lives if live.trigger is not None and live.trigger.queue == queue]
-        log.warning("consumer_lost", queue=queue, run_count=len(lost))
-        self.metrics.outages.labels("broker").inc()
         with_rows = [live for live in lost if live.has_row]
         if with_rows:
             group.create_task(leases.renew(with_rows, detaches=True))
+        runtime.events.tell(ConsumerLost(None, queue, len(lost)))
 
     async def _pause(self) -> None:
         """Postgres is away: take nothing new that would need it. `preferred` goes on with requests, in RAM."""
