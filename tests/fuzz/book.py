@@ -23,8 +23,7 @@ from coatcheck.broker.memory import MemoryDelivery
 from coatcheck.broker.port import Delivery
 from coatcheck.store import Store
 from coatcheck.worker import Sweeper
-from coatcheck.worker.arrivals import Replies
-from coatcheck.worker.deliveries import UnderWay
+from coatcheck.worker.arrivals import Replies, UnderWay
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.requests import Requests
 

@@ -12,7 +12,7 @@ from structlog.testing import LogCapture
 
 from coatcheck.broker.port import Delivery, Message
 from coatcheck.log import lost_lines
-from coatcheck.worker.deliveries import UnderWay
+from coatcheck.worker.arrivals import UnderWay
 
 
 class Letter(Delivery):

@@ -27,8 +27,7 @@ from coatcheck.log import get_logger
 from coatcheck.store.migrate import newest_version
 from coatcheck.store.postgres.store import OpenStore, Store
 from coatcheck.worker.app import App
-from coatcheck.worker.arrivals import Broadcasts, Orders, Replies
-from coatcheck.worker.deliveries import Receive, UnderWay
+from coatcheck.worker.arrivals import Broadcasts, Orders, Receive, Replies, UnderWay
 from coatcheck.worker.engine.classify import find_unsupported
 from coatcheck.worker.events import ConsumerLost, Events
 from coatcheck.worker.executor import Executor

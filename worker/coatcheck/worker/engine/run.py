@@ -30,7 +30,7 @@ from coatcheck.store.rows import Caller, Changes, Group, History, Kind, NewEntry
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.classify import Waiting
 from coatcheck.worker.engine.context import Context
-from coatcheck.worker.engine.journal import Ledger
+from coatcheck.worker.engine.journal import Ledger, Slot, Wait, groups_of
 from coatcheck.worker.engine.keys import Entry, Wanted, value_of
 from coatcheck.worker.engine.run_port import (
     NO_CHANGES,
@@ -58,7 +58,6 @@ from coatcheck.worker.engine.tracking import (
     ensure_factory,
     is_put_down,
 )
-from coatcheck.worker.engine.waits import Slot, Wait, groups_of
 from coatcheck.worker.engine.work import StepWork
 
 __all__ = ["Run"]

@@ -17,9 +17,9 @@ import msgspec
 from coatcheck.errors import CallFailed, CallTimedOut, JournalMismatch, StepFailed
 from coatcheck.store import blobs
 from coatcheck.store.rows import CallId, CallState, Kind, NewCall, OpenCall, Recorded
+from coatcheck.worker.engine.journal import Slot, Wait
 from coatcheck.worker.engine.keys import NO_DIGEST, Entry, Wanted, value_of
 from coatcheck.worker.engine.tracking import Joint
-from coatcheck.worker.engine.waits import Slot, Wait
 from coatcheck.worker.problems import problem
 from coatcheck.worker.retry import Retry
 
