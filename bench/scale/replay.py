@@ -37,7 +37,7 @@ async def calls_at_once(ctx: Context, count: int) -> int:
 
 
 class Desk:
-    """A host that answers every call at once, so that a first run leaves a whole journal behind."""
+    """A port that answers every call at once, so that a first run leaves a whole journal behind."""
 
     def __init__(self) -> None:
         self.recorded: list[Recorded] = []
@@ -95,7 +95,7 @@ async def _run(
 ) -> None:
     run = Run(
         task_id=UUID(int=7), identity="bench", attempt=1, version="1", invoke=lambda ctx: handler(ctx, count),
-        history=history, host=desk,
+        history=history, port=desk,
     )  # fmt: skip
     outcome = await run.execute()
     assert isinstance(outcome, Finished), outcome

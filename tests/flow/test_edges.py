@@ -96,7 +96,7 @@ async def _all_acked(workers: list[Worker]) -> bool:
 
 async def test_overload_is_not_counted_against_tasks_that_never_ran(rig: Rig, monkeypatch) -> None:
     """Resumes without a slot are left to the sweeper again and again; they must not look like tasks that kill."""
-    monkeypatch.setattr("coatcheck.worker.replies.OVERFLOW_LEASE", timedelta(seconds=0.2))
+    monkeypatch.setattr("coatcheck.worker.arrivals.OVERFLOW_LEASE", timedelta(seconds=0.2))
     peer, requester, may_end = await rig.peer(), await rig.requester(), asyncio.Event()
     app = App(rig.names.new())
 

@@ -26,12 +26,14 @@ from coatcheck.store import Store, TaskState
 from coatcheck.store.rows import Finish, Going, Put, TaskId, Verdict
 from coatcheck.store.views import LookedAt, Renewed
 from coatcheck.worker import App, Context, Retry, Settings, Sweeper, Worker
+from coatcheck.worker.events import Events
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.leases import Leases
-from coatcheck.worker.live_runs import Live, LiveRuns
 from coatcheck.worker.metrics import Metrics
-from coatcheck.worker.store_host import StoreHost
+from coatcheck.worker.phases import Phase
+from coatcheck.worker.runtime import LiveRuns
 from coatcheck.worker.store_outage import StoreGate
+from coatcheck.worker.task_run import TaskRun
 
 AWAY = StoreUnavailable("for this test only")
 
@@ -47,7 +49,7 @@ class Door:
         self.told: list[str] = []
         self.on_close: list[Exception] = []
         self.on_open: list[Exception] = []
-        self.gate = StoreGate(self._ping, on_close=self._close, on_open=self._open, metrics=Metrics())
+        self.gate = StoreGate(self._ping, on_close=self._close, on_open=self._open, events=Events(Metrics(), None))
 
     async def _ping(self) -> None:
         if self.answers:
@@ -143,7 +145,7 @@ def spy_on_detaching(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts how often a detach began and how often it was over."""
     counts, detach = Counter[str](), Leases._detach
 
-    async def watched(leases: Leases, live: Live) -> None:
+    async def watched(leases: Leases, live: TaskRun) -> None:
         counts["begun"] += 1
         await detach(leases, live)
         counts["over"] += 1
@@ -243,7 +245,7 @@ async def test_duplicate_that_waits_for_a_run_is_answered_though_the_run_broke(
     assert [await requester.reply(each) for each in sent] == ["owls", "owls"]
     assert (await only_task(rig.store)).state is TaskState.DONE
     worker.stop()
-    await until(lambda: not worker._hops, what="it is drained")
+    await until(lambda: not worker._under_way, what="it is drained")
     assert await rig.depth(working.app.service) == 0
 
 
@@ -477,17 +479,19 @@ class Lessee:
         self.abandoned = 0
         run: Any = SimpleNamespace(abandon=self._abandon, is_stopping=False)
         now = self.clock.now_s
-        self.live = Live(
-            TaskId(uuid4()), None, None, b"", None, None, None, (), None, "request", run=run, begun_s=now, renewed_s=now
-        )
         lives = LiveRuns()
-        lives.add(self.live)
         runtime: Any = SimpleNamespace(
             settings=Settings(lease=timedelta(seconds=60), long_run_limit=timedelta(seconds=300)),
             lives=lives,
+            events=Events(Metrics(), None),
             store=SimpleNamespace(renew=self._renew),
             gate=SimpleNamespace(close=self.closed.append),
         )
+        self.live = TaskRun(
+            runtime, TaskId(uuid4()), None, None, b"", None, None, None, (), None, "request", run=run, begun_s=now,
+            renewed_s=now, phase=Phase.RUNNING,
+        )  # fmt: skip
+        lives.add(self.live)
         self.leases = Leases(runtime)
         self.answer: Renewed | StoreUnavailable = Renewed({self.live.task_id}, set())
         self.takes_s = 0.0
@@ -550,7 +554,7 @@ async def test_lease_of_a_granted_run_counts_from_the_moment_it_was_asked_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     """A process may be frozen, or its network slow, between the commit that grants a task and the answer."""
-    requester, app, answered, lives = await rig.requester(), App(rig.names.new()), list[float](), list[Live]()
+    requester, app, answered, lives = await rig.requester(), App(rig.names.new()), list[float](), list[TaskRun]()
     ask, add = getattr(Store, by), LiveRuns.add
 
     async def answer_late(store: Store, *asked: Any) -> Any:
@@ -560,7 +564,7 @@ async def test_lease_of_a_granted_run_counts_from_the_moment_it_was_asked_for(
             answered.append(time.monotonic())
         return ruling
 
-    def note(self: LiveRuns, live: Live) -> None:
+    def note(self: LiveRuns, live: TaskRun) -> None:
         lives.append(live)
         add(self, live)
 
@@ -574,7 +578,7 @@ async def test_lease_of_a_granted_run_counts_from_the_moment_it_was_asked_for(
 
     monkeypatch.setattr(Store, by, answer_late)
     monkeypatch.setattr(LiveRuns, "add", note)
-    monkeypatch.setattr(StoreHost, "put", _leave_leases_alone(StoreHost.put))
+    monkeypatch.setattr(TaskRun, "put", _leave_leases_alone(TaskRun.put))
     await rig.replica(app)
     await rig.sweeper()
 
@@ -587,12 +591,12 @@ async def test_lease_of_a_granted_run_counts_from_the_moment_it_was_asked_for(
 def _leave_leases_alone(put: Any) -> Any:
     """Writes renew a lease too; here only what began the run is looked at."""
 
-    async def write(host: StoreHost, *args: Any, **options: Any) -> Any:
-        before = host._live.renewed_s
+    async def write(live: TaskRun, *args: Any, **options: Any) -> Any:
+        before = live.renewed_s
         try:
-            return await put(host, *args, **options)
+            return await put(live, *args, **options)
         finally:
-            host._live.renewed_s = before
+            live.renewed_s = before
 
     return write
 

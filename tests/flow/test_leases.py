@@ -318,7 +318,7 @@ async def _is_detached(rig: Rig) -> bool:
 async def test_draining_gives_a_run_without_a_row_back_and_does_not_begin_it_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.worker.worker.UNWIND_S", 3600.0)  # whoever waits for that is stuck
+    monkeypatch.setattr("coatcheck.worker.worker.UNWIND_S", 3600.0)  # a drain that waits for that is stuck
     requester, log = await rig.requester(), listen(rig)
     working, heir = Working(service := rig.names.new(), in_step=False), Working(service, in_step=False)
     heir.go.set()
@@ -327,8 +327,10 @@ async def test_draining_gives_a_run_without_a_row_back_and_does_not_begin_it_aga
     await until(lambda: working.begun, what="the run has begun")
 
     await stopped(first, log)
+    left = await rig.store.list_tasks(limit=10)
     await rig.replica(heir.app)
 
+    assert left == []  # its request goes back as it came
     assert await requester.reply(asked_for) == "owls"
     assert len(working.begun) == len(working.stopped) == len(heir.begun) == 1
 

@@ -13,7 +13,9 @@ from coatcheck.store import CallId, CallState, TaskId, TaskState
 from coatcheck.store.blobs import encode
 from coatcheck.store.rows import Arrival, Verdict
 from coatcheck.worker import App, Context
-from coatcheck.worker.live_runs import Live, LiveRuns
+from coatcheck.worker.phases import Phase
+from coatcheck.worker.runtime import LiveRuns
+from coatcheck.worker.task_run import TaskRun
 
 
 async def test_neighbours_of_a_killer_are_answered_however_often_they_died_with_it(rig: Rig, tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ async def test_run_that_waited_for_its_slot_beyond_its_lease_does_not_begin(
         await ctx.step(effects.append, answer, key="work")
         return answer
 
-    lives: dict[TaskId, Live] = {}
+    lives: dict[TaskId, TaskRun] = {}
     add = LiveRuns.add
     monkeypatch.setattr(LiveRuns, "add", lambda self, live: (lives.update({live.task_id: live}), add(self, live)))
     await rig.replica(app, concurrency=1, lease=30)
@@ -85,7 +87,7 @@ async def test_run_that_waited_for_its_slot_beyond_its_lease_does_not_begin(
     go.set()
 
     assert await requester.reply(other) == "bats"
-    await until(lambda: live.is_settled, what="it has let go")
+    await until(lambda: live.phase is Phase.SETTLED, what="it has let go")
     assert effects == []
     await rig.sweeper()
     assert await requester.reply(asked_for) == "hoo"

@@ -23,9 +23,8 @@ from coatcheck.broker.memory import MemoryDelivery
 from coatcheck.broker.port import Delivery
 from coatcheck.store import Store
 from coatcheck.worker import Sweeper
-from coatcheck.worker.deliveries import Hops
+from coatcheck.worker.arrivals import Replies, UnderWay
 from coatcheck.worker.executor import Executor
-from coatcheck.worker.replies import Replies
 from coatcheck.worker.requests import Requests
 
 CURRENT: ContextVar[int | None] = ContextVar("fuzzed message", default=None)
@@ -130,7 +129,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _hooks(book: Book) -> Iterator[tuple[type, str, Wrap]]:
-    yield Hops, "take", _knowing
+    yield UnderWay, "take", _knowing
     yield Sweeper, "_on_hint", functools.partial(_hinting, book)
     for kind in (MemoryDelivery, AmqpDelivery):
         yield kind, "ack", functools.partial(_settling, book.acks)
@@ -145,10 +144,10 @@ def _hooks(book: Book) -> Iterator[tuple[type, str, Wrap]]:
 
 def _knowing(take: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(take)
-    def taken(hops: Hops, hop: Any, delivery: Delivery) -> None:
+    def taken(under_way: UnderWay, receive: Any, delivery: Delivery) -> None:
         context = copy_context()
         context.run(CURRENT.set, find_mark(delivery.message))
-        context.run(take, hops, hop, delivery)
+        context.run(take, under_way, receive, delivery)
 
     return taken
 

@@ -265,7 +265,7 @@ READERS: Mapping[str, Callable[[bytes], object]] = {
     "headers": _each(wire.parse_request, wire.parse_reply, wire.parse_control, wire.find_token, made=_in_headers),
     "a content type": lambda raw: find_format.__wrapped__(_text(raw)),
     "a trace": lambda raw: tracing.parse.__wrapped__(_text(raw)),
-    "a trace that goes on": lambda raw: tracing.child_headers({"traceparent": _text(raw), "tracestate": _text(raw)}),
+    "a trace that goes on": lambda raw: tracing.child(_text(raw)),
     "a reply address": lambda raw: takes_replies(_text(raw)),
     "properties of AMQP": _amqp_header,
     "properties in Postgres": lambda raw: decode_message(

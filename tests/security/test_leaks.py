@@ -24,7 +24,7 @@ from coatcheck.store import Store, Task, TaskState
 from coatcheck.store.rows import Birth, Caller, TaskId
 from coatcheck.worker import Settings
 from coatcheck.worker.engine.run_port import Finished
-from coatcheck.worker.executor import End
+from coatcheck.worker.executor import TaskEnd
 
 SECRET = "hUnTeR2-9b"
 OUTCOMES = {
@@ -234,7 +234,7 @@ def test_values_do_not_show_what_they_carry():
     message = Message(MARK.encode(), headers={"authorization": f"Bearer {SECRET}"}, correlation_id="1")
     birth = Birth(TaskId(None), "s", None, "1", MARK.encode(), b"", caller=Caller("alice", {"claim": MARK}))  # type: ignore[arg-type]
 
-    values = [message, Outgoing("q", message), birth, End(TaskState.DONE, MARK.encode()), Finished(MARK)]
+    values = [message, Outgoing("q", message), birth, TaskEnd(TaskState.DONE, MARK.encode()), Finished(MARK)]
     shown = " ".join(f"{value!r} {pretty_repr(value)}" for value in values)
 
     assert MARK not in shown

@@ -38,12 +38,13 @@ from coatcheck.store.rows import (
     Unsent,
     Verdict,
 )
-from coatcheck.worker import executor, replies, requests, sweeper
+from coatcheck.worker import arrivals, executor, requests, sweeper
 from coatcheck.worker.engine.run_port import Superseded
-from coatcheck.worker.executor import End, Executor
+from coatcheck.worker.executor import Executor, TaskEnd
 from coatcheck.worker.messages import call_message
 from coatcheck.worker.outbox import Marks, Outbox
-from coatcheck.worker.store_host import StoreHost
+from coatcheck.worker.phases import Phase
+from coatcheck.worker.task_run import TaskRun
 
 Patch = tuple[Any, str, Any]
 BUGS: dict[str, Callable[[], Sequence[Patch]]] = {}
@@ -72,13 +73,13 @@ def bug(plant: Callable[[], Sequence[Patch]]) -> Callable[[], Sequence[Patch]]:
 
 @bug
 def calls_leave_before_their_commit() -> Sequence[Patch]:
-    commit = StoreHost.commit
+    commit = TaskRun.commit
 
-    async def hasty(self: StoreHost, changes: Changes) -> Committed:
+    async def hasty(self: TaskRun, changes: Changes) -> Committed:
         await self.send(changes.opens, ())
         return await commit(self, changes)
 
-    return [(StoreHost, "commit", hasty)]
+    return [(TaskRun, "commit", hasty)]
 
 
 @bug
@@ -88,7 +89,7 @@ def requests_are_acked_on_arrival() -> Sequence[Patch]:
 
 @bug
 def replies_are_acked_on_arrival() -> Sequence[Patch]:
-    return [(replies.Replies, "receive", _acking_first(replies.Replies.receive))]
+    return [(arrivals.Replies, "receive", _acking_first(arrivals.Replies.receive))]
 
 
 def _acking_first(handle: Any) -> Any:
@@ -103,22 +104,22 @@ def _acking_first(handle: Any) -> Any:
 def the_answer_leaves_before_the_end_is_committed() -> Sequence[Patch]:
     commit_end = Executor._commit_end
 
-    async def hasty(self: Executor, live: Any, host: Any, end: Finish, changes: Changes) -> None:
-        await self._answer(live, host, End(end.state, end.value), is_stored=True)
-        await commit_end(self, live, host, end, changes)
+    async def hasty(self: Executor, live: TaskRun, end: Finish, changes: Changes) -> None:
+        await self._answer(live, TaskEnd(end.state, end.value), is_stored=True)
+        await commit_end(self, live, end, changes)
 
     return [(Executor, "_commit_end", hasty)]
 
 
 @bug
 def calls_are_marked_as_sent_before_they_are() -> Sequence[Patch]:
-    send = StoreHost.send
+    send = TaskRun.send
 
-    async def hasty(self: StoreHost, opens: Sequence[NewCall], cancels: Sequence[Peer]) -> None:
-        await self._runtime.store.mark_sent([call.call_id for call in opens if call.kind is not Kind.TIMER])
+    async def hasty(self: TaskRun, opens: Sequence[NewCall], cancels: Sequence[Peer]) -> None:
+        await self.runtime.store.mark_sent([call.call_id for call in opens if call.kind is not Kind.TIMER])
         await send(self, opens, cancels)
 
-    return [(StoreHost, "send", hasty)]
+    return [(TaskRun, "send", hasty)]
 
 
 # --- who may write ---
@@ -136,17 +137,17 @@ def no_write_is_fenced() -> Sequence[Patch]:
 
 @bug
 def a_fenced_run_answers_all_the_same() -> Sequence[Patch]:
-    put = StoreHost.put
+    put = TaskRun.put
 
-    async def deaf(self: StoreHost, changes: Changes, end: Any, **options: Any) -> PutDone:
+    async def deaf(self: TaskRun, changes: Changes, end: Any, **options: Any) -> PutDone:
         try:
             return await put(self, changes, end, **options)
         except Superseded:
-            if isinstance(end, Finish) and self._live.is_fenced:
-                return PutDone(self._live.epoch, self._live.checkpoint, self._live.seen, is_parked=False)
+            if isinstance(end, Finish) and self.phase is Phase.FENCED:
+                return PutDone(self.epoch, self.checkpoint, self.seen, is_parked=False)
             raise
 
-    return [(StoreHost, "put", deaf)]
+    return [(TaskRun, "put", deaf)]
 
 
 @bug
@@ -348,15 +349,15 @@ def a_bad_item_fails_its_whole_batch() -> Sequence[Patch]:
 
 @bug
 def an_address_is_replaced_by_another_copys() -> Sequence[Patch]:
-    put = StoreHost.put
+    put = TaskRun.put
 
-    async def careless(self: StoreHost, *args: Any, **options: Any) -> PutDone:
+    async def careless(self: TaskRun, *args: Any, **options: Any) -> PutDone:
         done = await put(self, *args, **options)
         if done.addresses:
-            self._live.addresses = done.addresses
+            self.addresses = done.addresses
         return done
 
-    return [(StoreHost, "put", careless)]
+    return [(TaskRun, "put", careless)]
 
 
 @bug
@@ -364,7 +365,7 @@ def any_copy_that_comes_back_is_taken_for_the_trigger() -> Sequence[Patch]:
     joins = requests.Requests._joins
 
     def careless(self: Any, delivery: Delivery, birth: Birth, live: Any) -> bool:
-        if delivery.is_redelivered and not live.is_settled and not live.has_row and live.trigger_name == "request":
+        if delivery.is_redelivered and live.is_joinable and not live.has_row and live.trigger_name == "request":
             live.attach(delivery)
             live.addresses = tuple(dict.fromkeys((*live.addresses, birth.address)))
             return True
@@ -375,9 +376,7 @@ def any_copy_that_comes_back_is_taken_for_the_trigger() -> Sequence[Patch]:
 
 @bug
 def copies_of_a_request_are_left_unacked() -> Sequence[Patch]:
-    from coatcheck.worker.live_runs import Live
-
-    def attach(self: Live, delivery: Delivery) -> None:
+    def attach(self: TaskRun, delivery: Delivery) -> None:
         self.trigger = delivery
 
-    return [(Live, "attach", attach)]
+    return [(TaskRun, "attach", attach)]

@@ -33,11 +33,10 @@ from coatcheck.store.memory.tables import Tables
 from coatcheck.worker import Client, Settings, Sweeper, Worker
 from coatcheck.worker import client as client_module
 from coatcheck.worker import executor as executor_module
-from coatcheck.worker import live_runs as live_module
-from coatcheck.worker import requests as requests_module
 from coatcheck.worker import sweeper as sweeper_module
 from coatcheck.worker import worker as worker_module
-from coatcheck.worker.live_runs import Live
+from coatcheck.worker.runtime import LiveRuns
+from coatcheck.worker.task_run import TaskRun
 
 T = TypeVar("T")
 
@@ -447,11 +446,12 @@ def _patched(scene: Scene) -> Iterator[None]:
     rng = random.Random(scene.world.seed)
     random.seed(scene.world.seed)
 
-    def make_live(*args: Any, **fields: Any) -> Live:
-        live = Live(*args, **fields)
+    add = LiveRuns.add
+
+    def note_live(self: LiveRuns, live: TaskRun) -> None:
+        add(self, live)
         if scene.world.current is not None:
             scene.world.current.lives.append(live)
-        return live
 
     def complain(logger: Any, method: str, event: Any) -> Any:
         process = scene.world.current
@@ -463,8 +463,7 @@ def _patched(scene: Scene) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (executor_module, "SHORTEST_HOLD", timedelta(seconds=2)),
         (executor_module, "LONGEST_HOLD", timedelta(seconds=20)),
-        (live_module, "Live", make_live),
-        (requests_module, "Live", make_live),
+        (LiveRuns, "add", note_live),
         (worker_module, "connect", scene.connect),
         (worker_module, "Store", scene.open_store),
         (worker_module, "Metrics", lambda: _metrics),

@@ -17,6 +17,7 @@ from coatcheck.store import CallState, TaskState
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow
 from coatcheck.store.rows import FINAL_STATES, CallId, TaskId
 from coatcheck.worker.messages import task_id_of, to_body
+from coatcheck.worker.phases import Phase
 
 
 class Judge:
@@ -159,7 +160,11 @@ class Judge:
         self.counts["steps"] += 1
         if any(entry.new.key.startswith(key) for entry in self.tables.entries_of.get(task_id, ())):
             epoch = self.tables.tasks[task_id].task.epoch
-            if all(live.epoch == epoch for live in process.lives if live.task_id == task_id and not live.is_settled):
+            if all(
+                live.epoch == epoch
+                for live in process.lives
+                if live.task_id == task_id and live.phase is not Phase.SETTLED
+            ):
                 self.world.complain(f"step {key} of {task[:8]} was run again though it is recorded")
             self.counts["zombie steps"] += 1
         return number

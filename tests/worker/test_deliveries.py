@@ -12,7 +12,7 @@ from structlog.testing import LogCapture
 
 from coatcheck.broker.port import Delivery, Message
 from coatcheck.log import lost_lines
-from coatcheck.worker.deliveries import Hops
+from coatcheck.worker.arrivals import UnderWay
 
 
 class Letter(Delivery):
@@ -37,19 +37,19 @@ class Letter(Delivery):
         return False
 
 
-def make_hops() -> Hops:
+def make_under_way() -> UnderWay:
     runtime: Any = None  # needed to bury, and nothing is buried here
-    return Hops(runtime)
+    return UnderWay(runtime)
 
 
-async def drained(hops: Hops) -> None:
+async def drained(under_way: UnderWay) -> None:
     async with asyncio.timeout(10):
-        while hops:
+        while under_way:
             await asyncio.sleep(0)
 
 
 async def test_surprise_goes_back_to_its_queue_and_is_told_with_the_ids_of_its_task() -> None:
-    hops, letter, capture = make_hops(), Letter(), LogCapture()
+    under_way, letter, capture = make_under_way(), Letter(), LogCapture()
 
     async def work(_: Delivery) -> None:
         bind_contextvars(task_id="t-1")
@@ -59,8 +59,8 @@ async def test_surprise_goes_back_to_its_queue_and_is_told_with_the_ids_of_its_t
     known = structlog.get_config()
     structlog.configure(processors=[merge_contextvars, capture])
     try:
-        hops.take(work, letter)
-        await drained(hops)
+        under_way.take(work, letter)
+        await drained(under_way)
     finally:
         structlog.configure(**known)
 
@@ -74,7 +74,7 @@ async def test_surprise_in_dealing_with_a_surprise_ends_there() -> None:
             super().requeue()
             raise RuntimeError("it does not go back")
 
-    hops, letter, capture = make_hops(), Stubborn(), LogCapture()
+    under_way, letter, capture = make_under_way(), Stubborn(), LogCapture()
 
     async def work(_: Delivery) -> None:
         raise RuntimeError("a bug of ours")
@@ -82,19 +82,19 @@ async def test_surprise_in_dealing_with_a_surprise_ends_there() -> None:
     known = structlog.get_config()
     structlog.configure(processors=[capture])
     try:
-        hops.take(work, letter)
-        await drained(hops)
+        under_way.take(work, letter)
+        await drained(under_way)
         await asyncio.sleep(0)
     finally:
         structlog.configure(**known)
 
-    assert not hops
+    assert not under_way
     assert letter.requeue_count == 1
     assert [line["event"] for line in capture.entries] == ["delivery_surprised", "delivery_not_requeued"]
 
 
 async def test_log_that_fails_keeps_no_delivery_from_its_queue() -> None:
-    hops, letter, before = make_hops(), Letter(), lost_lines.count
+    under_way, letter, before = make_under_way(), Letter(), lost_lines.count
 
     async def work(_: Delivery) -> None:
         raise RuntimeError("a bug of ours")
@@ -105,8 +105,8 @@ async def test_log_that_fails_keeps_no_delivery_from_its_queue() -> None:
     known = structlog.get_config()
     structlog.configure(processors=[fail])
     try:
-        hops.take(work, letter)
-        await drained(hops)
+        under_way.take(work, letter)
+        await drained(under_way)
     finally:
         structlog.configure(**known)
 
@@ -115,7 +115,7 @@ async def test_log_that_fails_keeps_no_delivery_from_its_queue() -> None:
 
 
 async def test_end_of_the_replica_cuts_deliveries_short_and_waits_for_their_cleanup() -> None:
-    hops, letter, told = make_hops(), Letter(), list[str]()
+    under_way, letter, told = make_under_way(), Letter(), list[str]()
 
     async def work(_: Delivery) -> None:
         try:
@@ -124,30 +124,30 @@ async def test_end_of_the_replica_cuts_deliveries_short_and_waits_for_their_clea
             await asyncio.sleep(0.01)
             told.append("cleaned up")
 
-    keeper = asyncio.create_task(hops.keep())
-    hops.take(work, letter)
+    keeper = asyncio.create_task(under_way.keep())
+    under_way.take(work, letter)
     await asyncio.sleep(0)
     keeper.cancel()
     with pytest.raises(asyncio.CancelledError):
         await keeper
 
     assert told == ["cleaned up"]
-    assert not hops
+    assert not under_way
     assert letter.requeue_count == 0  # unacked, it goes back with the connection
 
 
 async def test_delivery_that_comes_after_the_end_is_not_begun() -> None:
-    hops, letter, told = make_hops(), Letter(), list[str]()
+    under_way, letter, told = make_under_way(), Letter(), list[str]()
 
     async def work(_: Delivery) -> None:
         told.append("begun")
 
-    keeper = asyncio.create_task(hops.keep())
+    keeper = asyncio.create_task(under_way.keep())
     await asyncio.sleep(0)
     keeper.cancel()
     await asyncio.wait([keeper])
-    hops.take(work, letter)
+    under_way.take(work, letter)
     await asyncio.sleep(0)
 
     assert told == []
-    assert not hops
+    assert not under_way

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.worker.fake_host import Desk
+from tests.worker.fake_port import Desk
 
 from coatcheck.store import CorruptBlob, blobs
 from coatcheck.store.rows import CallState

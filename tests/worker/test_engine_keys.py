@@ -11,7 +11,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from tests.worker.fake_host import Desk, keys_of
+from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import UsageError
 from coatcheck.store.rows import CallId, CallState, History, Kind, OpenCall, Recorded

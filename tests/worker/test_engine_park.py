@@ -8,12 +8,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.worker.fake_host import Desk, keys_of
+from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import CallFailed, CallTimedOut
 from coatcheck.store.rows import Kind
+from coatcheck.worker.engine.classify import find_unsupported
 from coatcheck.worker.engine.run_port import Finished, Parked
-from coatcheck.worker.engine.selftest import find_unsupported
 
 
 async def test_plain_await_is_parked_and_resumed():
@@ -66,7 +66,7 @@ async def test_step_is_recorded_once():
 
     assert await desk.finished() == 1
     assert RAN == ["a"]
-    assert desk.host.first_effect_count == 0
+    assert desk.port.first_effect_count == 0
 
 
 async def test_gather_is_one_group():
@@ -166,7 +166,7 @@ async def test_in_ram_mode_goes_on_with_deliver():
 
     assert (await running).value == [1, 2]
     assert desk.runs == 1
-    assert len(desk.rows.commits) == 2  # a host that does not park is not asked again and again
+    assert len(desk.rows.commits) == 2  # a port that does not park is not asked again and again
 
 
 # --- every way of asyncio to wait ---
@@ -511,7 +511,7 @@ async def test_news_that_land_during_the_put_down_are_taken_without_parking():
     await desk.parked()
     desk.ok("branch/a", 1)
     desk.begin()
-    desk.host.before_commit = lambda _: desk.ok("branch#2/c", 3) if "branch#2/c" in desk.rows.open_calls else None
+    desk.port.before_commit = lambda _: desk.ok("branch#2/c", 3) if "branch#2/c" in desk.rows.open_calls else None
     assert await desk.run.execute() == Parked()
     assert sorted(desk.rows.open_calls) == ["branch#2/d", "branch/b"]
     assert desk.runs == 2
@@ -578,14 +578,14 @@ async def test_news_told_during_a_commit_wait_for_its_lower_numbers():
 
     desk = Desk(handler)
     running = asyncio.create_task(desk.once())
-    while not hasattr(desk, "host"):
+    while not hasattr(desk, "port"):
         await asyncio.sleep(0)
 
     def claim_at_once(changes, committed):
         if changes.entries:  # the step has its number; the reply gets the next, and is told before the commit returns
             desk.run.deliver([desk.ok("a", "reply")])
 
-    desk.host.after_commit = claim_at_once
+    desk.port.after_commit = claim_at_once
     assert await running == Parked()
     assert desk.rows.recorded["plan"].seq < desk.rows.recorded["a"].seq
     desk.ok("end", 0)
@@ -600,7 +600,7 @@ async def test_reply_told_during_the_put_down_is_not_lost():
     desk = Desk(handler)
     await desk.parked()
     desk.begin()  # woken for nothing, say by an expired lease
-    desk.host.before_commit = lambda _: desk.run.deliver([desk.ok("a", 1)])
+    desk.port.before_commit = lambda _: desk.run.deliver([desk.ok("a", 1)])
     outcome = await desk.run.execute()
 
     assert outcome == Finished(1)

@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
-from tests.worker.fake_host import Desk, keys_of
+from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.worker.engine.run_port import Abandoned, Cancelled, Finished, Held, Parked, Raised, Superseded
@@ -349,7 +349,7 @@ async def test_cancel_and_abandon_before_the_first_step():
 async def test_cancel_and_abandon_during_a_commit(verb):
     desk = Desk(waiting_for("call"))
     desk.begin()
-    desk.host.during_commit = lambda _: desk.run.cancel("x") if verb == "cancel" else desk.run.abandon()
+    desk.port.during_commit = lambda _: desk.run.cancel("x") if verb == "cancel" else desk.run.abandon()
 
     outcome = await desk.run.execute()
 
@@ -398,15 +398,15 @@ async def test_superseded_before_the_first_effect_runs_no_step():
 
     desk = Desk(handler)
     desk.begin()
-    desk.host.first_effect_error = Superseded()
+    desk.port.first_effect_error = Superseded()
 
     assert await desk.run.execute() == Abandoned()
     assert SEEN == []
-    assert desk.host.first_effect_count == 1
+    assert desk.port.first_effect_count == 1
 
 
 @pytest.mark.parametrize("where", ["commit", "first effect"])
-async def test_error_of_the_host_comes_out_of_execute(where):
+async def test_error_of_the_port_comes_out_of_execute(where):
     async def handler(ctx):
         try:
             await ctx.step(quick)
@@ -419,9 +419,9 @@ async def test_error_of_the_host_comes_out_of_execute(where):
     desk = Desk(handler)
     desk.begin()
     if where == "commit":
-        desk.host.before_commit = fail
+        desk.port.before_commit = fail
     else:
-        desk.host.first_effect_error = StoreUnavailable("postgres is away")
+        desk.port.first_effect_error = StoreUnavailable("postgres is away")
 
     with pytest.raises(StoreUnavailable):
         await desk.run.execute()
@@ -479,7 +479,7 @@ async def test_branches_that_move_during_the_commit_are_unwound_if_it_parked():
         for _ in range(5):
             await asyncio.sleep(0)
 
-    desk.host.during_commit = open_the_gate
+    desk.port.during_commit = open_the_gate
 
     assert await desk.run.execute() == Parked()
     assert SEEN == ["moved"]  # the step did not start: the run might be put down any moment
@@ -616,9 +616,9 @@ async def _live_through(handler):
     while outcome == Parked():
         for key in list(desk.rows.open_calls):
             desk.ok(key)
-        desk.host.run = None
+        desk.port.run = None
         outcome = await desk.once()
-    desk.host.run = None
+    desk.port.run = None
     assert isinstance(outcome, Finished)
 
 

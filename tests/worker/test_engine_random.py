@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tests.worker.fake_host import Desk
+from tests.worker.fake_port import Desk
 
 from coatcheck.errors import CallFailed
 from coatcheck.store.rows import CallState, Kind
@@ -225,20 +225,20 @@ class World:
         while True:
             for _ in range(self.rng.randint(1, 30)):
                 await asyncio.sleep(0)
-            host, rows = self.desk.host, self.desk.rows
+            port, rows = self.desk.port, self.desk.rows
             if rows.is_parked:
                 continue
             if self.rng.random() < self.live_rate or not self.desk.parks:
                 self.answer()
-            if self.rng.random() < 0.7 and host.epoch == rows.epoch:
-                self.desk.run.deliver(host.news())
+            if self.rng.random() < 0.7 and port.epoch == rows.epoch:
+                self.desk.run.deliver(port.news())
 
     async def run(self) -> Any:
         while True:
             self.desk.parks = self.rng.random() < 0.8
             run = self.desk.begin()
-            self.desk.host.before_commit = self.desk.host.during_commit = self.on_commit
-            self.desk.host.after_commit = self.after_commit
+            self.desk.port.before_commit = self.desk.port.during_commit = self.on_commit
+            self.desk.port.after_commit = self.after_commit
             around = asyncio.create_task(self.peers())
             try:
                 outcome = await asyncio.wait_for(run.execute(), 20)

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from tests.worker.fake_host import Desk, keys_of
+from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import CallFailed, StepFailed, UsageError
 from coatcheck.store.rows import CallState, Kind, NewCall, TaskId
@@ -183,7 +183,7 @@ async def test_steps_in_branches_run_side_by_side():
     desk = Desk(handler)
 
     assert await desk.finished() == list(range(10))
-    assert desk.host.first_effect_count == 1
+    assert desk.port.first_effect_count == 1
     assert len(desk.rows.commits) < 10
 
 
@@ -619,10 +619,10 @@ async def test_log_and_progress_are_silent_in_replay():
 
     desk = Desk(handler)
     await desk.parked()
-    assert desk.host.progressed == [(1, 3, None)]
+    assert desk.port.progressed == [(1, 3, None)]
     desk.ok("a")
     await desk.parked()
-    assert desk.host.progressed == [(3, 3, "nearly")]
+    assert desk.port.progressed == [(3, 3, "nearly")]
     desk.ok("b")
     await desk.finished()
 
@@ -720,7 +720,7 @@ async def test_journal_of_a_thousand_entries(style, capsys):
         def answer_all():
             desk.run.deliver([desk.ok(key, key) for key in list(desk.rows.open_calls)])
 
-        desk.host.after_commit = answer
+        desk.port.after_commit = answer
         await desk.run.execute()
     else:
         await desk.parked()

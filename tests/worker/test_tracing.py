@@ -84,24 +84,3 @@ def test_new_trace_is_named_after_its_task():
 
     assert tracing.trace_id_of(tracing.child(None, task_id=task_id)) == task_id.hex
     assert tracing.parse(tracing.child(None, task_id=UUID(int=0))) is not None
-
-
-@pytest.mark.parametrize(
-    ("headers", "state"),
-    [
-        ({"traceparent": PARENT, "tracestate": "a=1,b=2"}, "a=1,b=2"),
-        ({"traceparent": PARENT}, None),
-        ({"traceparent": "bad", "tracestate": "a=1"}, None),
-        ({"tracestate": "a=1"}, None),
-        ({"traceparent": PARENT, "tracestate": "a=" + "x" * 600}, None),
-        ({"traceparent": PARENT, "tracestate": "a=\n"}, None),
-        ({"traceparent": PARENT, "tracestate": 5}, None),
-        ({"traceparent": 5}, None),
-        ({}, None),
-    ],
-)
-def test_tracestate_travels_only_beside_a_valid_traceparent(headers, state):
-    outgoing = tracing.child_headers(headers)
-
-    assert outgoing.get("tracestate") == state
-    assert tracing.parse(outgoing["traceparent"]) is not None

@@ -227,8 +227,8 @@ def assert_replays(app: App, journal: Journal | Path | str) -> Replay:
     return replay
 
 
-class _ReplayHost:
-    """The host of such a run: it sees what the run wants to do, and ends it there."""
+class _ReplayPort:
+    """The port of such a run: it sees what the run wants to do, and ends it there."""
 
     def __init__(self, journal: Journal) -> None:
         self.wanted: tuple[str, ...] = ()
@@ -261,8 +261,8 @@ async def _replay(app: App, journal: Journal) -> Replay:
         bound = handler.binding.bind(to_body(blob_of(journal["request"])))
     except InvalidArguments as error:
         return Replay(str(error))
-    host = _ReplayHost(journal)
-    run = host.run = Run(
+    port = _ReplayPort(journal)
+    run = port.run = Run(
         task_id=task_id_of(journal),
         identity=journal["identity"],
         attempt=journal["attempt"],
@@ -270,11 +270,11 @@ async def _replay(app: App, journal: Journal) -> Replay:
         caller=caller_of(journal),
         invoke=partial(_invoke, handler.binding.function, bound),
         history=history_of(journal),
-        host=host,
+        port=port,
         now=lambda: FIRST_DAY,
     )
     outcome = await _execute(run)
-    return _judge(outcome, host, run, journal)
+    return _judge(outcome, port, run, journal)
 
 
 def _invoke(function: Any, bound: Bound, ctx: Context) -> Coroutine[Any, Any, Any]:
@@ -301,7 +301,7 @@ async def _execute(run: Run) -> Outcome | None:
         unwrap(loop)
 
 
-def _judge(outcome: Outcome | None, host: _ReplayHost, run: Run, journal: Journal) -> Replay:
+def _judge(outcome: Outcome | None, port: _ReplayPort, run: Run, journal: Journal) -> Replay:
     state = TaskState(journal["state"])
     match outcome:
         case Held(error):
@@ -316,7 +316,7 @@ def _judge(outcome: Outcome | None, host: _ReplayHost, run: Run, journal: Journa
         case None:
             return Replay("the handler waits for something that is neither recorded nor durable", (), run.unread_keys)
         case _:
-            return Replay(None, host.wanted, run.unread_keys)
+            return Replay(None, port.wanted, run.unread_keys)
 
 
 def _judge_result(value: Any, state: TaskState, run: Run, journal: Journal) -> Replay:

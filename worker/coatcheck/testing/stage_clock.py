@@ -25,9 +25,9 @@ from coatcheck.testing.virtual_time import Time, Timer
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.run import Run
 from coatcheck.worker.leases import Leases
-from coatcheck.worker.live_runs import Live
 from coatcheck.worker.settings import Settings
 from coatcheck.worker.sweeper import Sweeper, retention_of
+from coatcheck.worker.task_run import TaskRun
 
 if TYPE_CHECKING:
     from coatcheck.testing.stage_parts import Replica
@@ -113,7 +113,7 @@ class StageClock:
             raise Stuck(explain_held(held, OUTSIDE_S))
         return False
 
-    def lives(self) -> list[Live]:
+    def lives(self) -> list[TaskRun]:
         """The runs alive on the stage."""
         runtimes = [replica.worker.runtime for replica in self._replicas if not replica.is_gone]
         return [live for runtime in runtimes if runtime is not None for live in runtime.lives]
@@ -180,7 +180,7 @@ class StageClock:
             if runtime is None or replica.is_gone:
                 continue
             await runtime.marks.flush()
-            leased = [live for live in runtime.lives if live.has_row and not live.is_put_down]
+            leased = [live for live in runtime.lives if live.has_lease]
             if leased:
                 await Leases(runtime).renew(leased)
                 to_s = min(to_s, self._time.loop_s + runtime.settings.lease.total_seconds() / 3)

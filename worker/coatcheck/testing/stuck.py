@@ -11,7 +11,7 @@ from coatcheck.store import blobs
 from coatcheck.store.memory.tables import CallRow, TaskRow
 from coatcheck.store.rows import Kind, TaskId, TaskState
 from coatcheck.worker.engine import classify
-from coatcheck.worker.live_runs import Live
+from coatcheck.worker.task_run import TaskRun
 
 if TYPE_CHECKING:
     from coatcheck.testing.stage_parts import StageScene
@@ -83,7 +83,7 @@ def _problem(row: TaskRow) -> str:
     return str(problem.get("detail") or problem.get("title") or "no reason given")
 
 
-def _in_ram(name: str, live: Live) -> str:
+def _in_ram(name: str, live: TaskRun) -> str:
     if live.run is None:
         return f"{name} has no result: its replica has not begun to run it"
     return (
@@ -92,7 +92,7 @@ def _in_ram(name: str, live: Live) -> str:
     )
 
 
-def explain_held(lives: Sequence[Live], waited_s: float) -> str:
+def explain_held(lives: Sequence[TaskRun], waited_s: float) -> str:
     """Say which lines keep runs in RAM, and what to write instead."""
     held = "\n".join(f"task {str(live.task_id)[:8]} stands at{_places(live)}" for live in lives)
     return (
@@ -103,7 +103,7 @@ def explain_held(lives: Sequence[Live], waited_s: float) -> str:
     )
 
 
-def _places(live: Live) -> str:
+def _places(live: TaskRun) -> str:
     if live.run is None:
         return ""
     lines = [f"step {key!r} is under way" for key in live.run.steps_in_flight]

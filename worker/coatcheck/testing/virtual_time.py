@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from coatcheck.worker.engine.timers import Timers
+from coatcheck.worker.engine.timeouts import Timers
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, overload
@@ -11,6 +12,7 @@ from coatcheck.broker.topology import Names
 from coatcheck.errors import UsageError
 from coatcheck.worker.binding import Binding
 from coatcheck.worker.callers import Identify
+from coatcheck.worker.events import OnEvent
 from coatcheck.worker.retry import Retry
 from coatcheck.worker.settings import Settings
 
@@ -37,17 +39,33 @@ class App:
     """A service: a name, and the handlers its replicas run.
 
     `identify` is called with each request's bearer token, or None, and returns who asked: a `Caller`, or None for
-    nobody in particular. If it raises, the request is refused with the problem `unauthorized`. It may be async. Without
+    an anonymous caller. If it raises, the request is refused with the problem `unauthorized`. It may be async. Without
     it tokens are not read.
+
+    `on_event` is called with each event of a task, after what it tells of is committed: parked, resumed, finished,
+    checkpoint saved or failed, and more. It is a plain function, called on the event loop. What it raises is logged and
+    changes nothing.
 
     `settings` are keyword overrides of anything in `Settings`; what is not given comes from the environment.
     """
 
-    def __init__(self, service: str, *, version: str = "1", identify: Identify | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        service: str,
+        *,
+        version: str = "1",
+        identify: Identify | None = None,
+        on_event: OnEvent | None = None,
+        **settings: Any,
+    ) -> None:
+        hook: object = on_event  # typed, but by users
+        if hook is not None and (not callable(hook) or inspect.iscoroutinefunction(hook)):
+            raise UsageError(f"on_event={hook!r} must be a plain function of one event: nothing awaits it")
         self.names = Names(service)
         self.service = service
         self.version = version
         self.identify = identify
+        self.on_event = on_event
         self._overrides = settings
         self._handlers: dict[str, Handler] = {}
         self._default: str | None = None

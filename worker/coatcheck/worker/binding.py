@@ -31,9 +31,9 @@ from coatcheck.decoding import Refused, check_msgpack
 from coatcheck.errors import InvalidArguments, UsageError
 from coatcheck.store import blobs
 from coatcheck.worker.hash_flooding import FEWEST_BYTES, all_of_json, check_members, chosen_members
-from coatcheck.worker.unread_fields import Unread, Watch, nodes, watch_for
+from coatcheck.worker.unread_fields import FieldWatch, Unread, nodes, watch_for
 
-__all__ = ["Binding", "Body", "Handler", "Parameter"]
+__all__ = ["Binding", "Handler", "Parameter", "RequestBody"]
 
 Handler = Callable[..., Awaitable[Any]]
 Bound = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,7 +54,7 @@ _MOST_NAMES = 8
 _LONGEST_NAME = 60
 
 
-class Body(Protocol):
+class RequestBody(Protocol):
     """What a message carries. `content_type` is json, msgpack, cbor, text or bytes; `decode` gives plain builtins."""
 
     @property
@@ -89,7 +89,7 @@ class Binding:
     parameters: tuple[Parameter, ...]
     location: str
     _shape: _Nothing | _Whole | _ByName
-    _watch: Watch | None
+    _watch: FieldWatch | None
 
     @classmethod
     def of(cls, function: Handler, *, name: str | None = None) -> Self:
@@ -112,7 +112,7 @@ class Binding:
             raise UsageError(f"{location}: {name}: {error}; a parameter takes {_SUPPORTED}") from error
         return cls(name=name, function=function, parameters=parameters, location=location, _shape=shape, _watch=watch)
 
-    def bind(self, body: Body) -> Bound:
+    def bind(self, body: RequestBody) -> Bound:
         """Return the positional and keyword arguments that follow the context. Raises InvalidArguments."""
         try:
             try:
@@ -125,7 +125,7 @@ class Binding:
         # Raised out here, because msgspec's own text may quote the value and would come along as the context.
         raise InvalidArguments(f"{self.name}: {complaint}")
 
-    def find_unread(self, body: Body) -> list[Unread]:
+    def find_unread(self, body: RequestBody) -> list[Unread]:
         """The fields that were sent and no parameter reads, each told once. Call it after `bind`."""
         return [] if self._watch is None else self._watch.look(body)
 
@@ -157,7 +157,7 @@ class _Reader:
             if not hasattr(custom, "model_validate"):
                 raise TypeError(f"a {custom.__module__}.{custom.__qualname__} cannot be read from a message")
 
-    def read(self, body: Body) -> Any:
+    def read(self, body: RequestBody) -> Any:
         if body.content_type == "json":
             if self._members and len(body.raw) > FEWEST_BYTES:
                 check_members(all_of_json(body.raw), self._members, _build_foreign)
@@ -178,12 +178,12 @@ class _Reader:
 class _Nothing:
     """No parameters: an empty body, a null or an empty object, so that every kind of client can call it."""
 
-    def bind(self, body: Body) -> Bound:
+    def bind(self, body: RequestBody) -> Bound:
         if body.raw and body.decode() not in (None, {}, ""):
             raise ValidationError("unexpected body")
         return (), {}
 
-    def explain(self, body: Body, reason: str) -> str:
+    def explain(self, body: RequestBody, reason: str) -> str:
         return f"it takes no arguments, got {_kind_of(body.decode())}; send an empty body or null"
 
 
@@ -196,10 +196,10 @@ class _Whole:
 
     parameter: Parameter
     reader: _Reader
-    is_bytes: bool  # bytes are handed over as they came, whatever the sender called them
+    is_bytes: bool  # bytes are handed over as they came, under any content type
     by_name: _ByName | None  # for objects; None if the parameter itself may be one
 
-    def bind(self, body: Body) -> Bound:
+    def bind(self, body: RequestBody) -> Bound:
         if not body.raw:
             return self._bind_empty(body)
         if self.is_bytes:
@@ -214,7 +214,7 @@ class _Whole:
                 return self.by_name.bind(body)
             raise
 
-    def _bind_empty(self, body: Body) -> Bound:
+    def _bind_empty(self, body: RequestBody) -> Bound:
         if not self.parameter.is_required:
             return (), {}
         if self.is_bytes or body.content_type == "bytes":
@@ -226,7 +226,7 @@ class _Whole:
     def _bound(self, value: Any) -> Bound:
         return ((), {self.parameter.name: value}) if self.parameter.is_keyword_only else ((value,), {})
 
-    def explain(self, body: Body, reason: str) -> str:
+    def explain(self, body: RequestBody, reason: str) -> str:
         if self.by_name is not None and body.raw and isinstance(body.decode(), dict):
             return self.by_name.explain(body, reason)
         return f"`{self.parameter.name}` {_plain(reason, self.parameter.type)}"
@@ -241,7 +241,7 @@ class _ByName:
     extra: _Reader | None
     context: str | None  # the name that **kwargs must not bring along
 
-    def bind(self, body: Body) -> Bound:
+    def bind(self, body: RequestBody) -> Bound:
         if self.extra is not None:
             return (), self._bind_open(body, self.extra)
         if not body.raw:
@@ -253,7 +253,7 @@ class _ByName:
                 raise
             return (), msgspec.structs.asdict(self.reader.convert({}))
 
-    def _bind_open(self, body: Body, extra: _Reader) -> dict[str, Any]:
+    def _bind_open(self, body: RequestBody, extra: _Reader) -> dict[str, Any]:
         value = body.decode() if body.raw else None
         value = {} if value is None else value
         if not isinstance(value, dict):
@@ -265,7 +265,7 @@ class _ByName:
         rest = extra.convert({key: item for key, item in value.items() if key not in names})
         return {**msgspec.structs.asdict(known), **rest}
 
-    def explain(self, body: Body, reason: str) -> str:
+    def explain(self, body: RequestBody, reason: str) -> str:
         value = body.decode() if body.raw else {}
         value = {} if value is None else value
         if not isinstance(value, dict):

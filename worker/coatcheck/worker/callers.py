@@ -28,7 +28,7 @@ LARGEST_CLAIMS = 16 * 1024
 
 
 async def find_caller(identify: Identify | None, message: Message, limits: Limits) -> Caller | None:
-    """Ask the app's hook who sent a request. Without a hook nobody is known, and the token is not even read.
+    """Ask the app's hook who sent a request. Without a hook no caller is known, and the token is not even read.
 
     Raises Unauthorized if the hook does not accept the caller, TransientError if it says that it cannot tell now.
     """
@@ -43,8 +43,8 @@ async def find_caller(identify: Identify | None, message: Message, limits: Limit
         return _checked(await answer if inspect.isawaitable(answer) else answer)
     except (Unauthorized, TransientError):
         raise
-    except Exception as error:  # noqa: BLE001 - user code: whatever it raises, the caller is not accepted
-        # Its name only: the text may quote the token, and goes to logs and to whoever asked.
+    except Exception as error:  # noqa: BLE001 - user code: if it raises, the caller is not accepted
+        # Its name only: the text may quote the token, and goes to logs and to the requester.
         name = type(error).__name__
         if isinstance(error, UsageError):
             log.error("identify_unusable", detail=str(error))  # ours: it quotes nothing

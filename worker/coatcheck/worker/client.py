@@ -260,7 +260,7 @@ class Client:
             waiting = self._waiting.pop(delivery.message.correlation_id or "", None)
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # whoever holds the ticket may never ask
+                waiting.exception()  # the holder of the ticket may never ask
         delivery.ack()
 
     def _take(self, reply: Reply) -> None:

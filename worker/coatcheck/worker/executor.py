@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import Coroutine
 from datetime import timedelta
@@ -35,10 +34,10 @@ from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
 from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
-from coatcheck.store.views import Renewal
-from coatcheck.worker import tracing
+from coatcheck.worker import events, tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
+from coatcheck.worker.checkpoint_limits import check_history
 from coatcheck.worker.engine.context import Context
 from coatcheck.worker.engine.keys import damage
 from coatcheck.worker.engine.run import Run
@@ -54,19 +53,17 @@ from coatcheck.worker.engine.run_port import (
     Superseded,
     Unfinished,
 )
-from coatcheck.worker.live_runs import Live
+from coatcheck.worker.leases import renew_one
 from coatcheck.worker.messages import answers, to_body
 from coatcheck.worker.outbox import pause_s
+from coatcheck.worker.phases import Phase
 from coatcheck.worker.problems import Code, cancelled_problem, problem, problem_of, traceback_of
-from coatcheck.worker.ram_host import FallingHost, RamCalls, RamHost
+from coatcheck.worker.ram_waits import RamWaits
 from coatcheck.worker.resending import leave_final
 from coatcheck.worker.runtime import Runtime
-from coatcheck.worker.settings import Checkpointing
-from coatcheck.worker.store_host import StoreHost
+from coatcheck.worker.task_run import TaskRun
 
 log = get_logger(__name__)
-
-TaskHost = StoreHost | RamHost
 
 MOST_ALONE = 2
 """Runs alone in their process that end without a word make a killer. One may live on, its connection lost."""
@@ -74,7 +71,7 @@ SHORTEST_HOLD = timedelta(seconds=30)
 LONGEST_HOLD = timedelta(hours=1)
 
 
-class End(msgspec.Struct):
+class TaskEnd(msgspec.Struct):
     """How a task ends, what its last commit brings along, and whether it is worth a row if it has none."""
 
     state: TaskState
@@ -82,9 +79,11 @@ class End(msgspec.Struct):
     changes: Changes = NO_CHANGES
     traceback: str | None = None
     is_worth_a_row: bool | None = None
+    why: events.Event | None = None
+    """What there is to tell of it, beside that it ended."""
 
     def __repr__(self) -> str:
-        return f"End({self.state})"  # its value is the users'
+        return f"TaskEnd({self.state})"  # its value is the users'
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         return [("state", self.state)]
@@ -93,16 +92,15 @@ class End(msgspec.Struct):
 class Executor:
     """Runs tasks that are this replica's to run."""
 
-    def __init__(self, runtime: Runtime, ram_calls: RamCalls) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._ram_calls = ram_calls
         self._defaults = CallDefaults(timeout=runtime.settings.call_timeout)
         self._first_alone = max(1, runtime.settings.max_pickups + 1 - MOST_ALONE)
         self._fresh_s = runtime.settings.lease.total_seconds() * 2 / 3
         self._running_count = 0
         runtime.metrics.running.set_function(lambda: self._running_count)
 
-    async def execute(self, live: Live, *, is_resume: bool) -> bool:
+    async def execute(self, live: TaskRun, *, is_resume: bool) -> bool:
         """Run a task to its put-down or end, and settle it.
 
         False: another replica had the request before us and nothing was settled; the caller asks the rows about it.
@@ -117,6 +115,7 @@ class Executor:
                 runtime.slots.release(size)
                 live.requeue()
                 return True
+            live.move(Phase.RUNNING)
             self._running_count += 1
             begun_s = time.perf_counter()
             try:
@@ -139,125 +138,102 @@ class Executor:
                 await self._answer_from_ram(live)
             return is_ours
         except BaseException as error:
-            # The caller deals with the delivery it gave us; nobody else would settle duplicates, or one that came back.
+            # The caller deals with the delivery it gave us. Duplicates, and one that came back, are ours to settle.
             live.requeue(all_but=origin if isinstance(error, Exception) else None)
             raise
         finally:
             runtime.lives.remove(live)
 
-    async def _execute(self, live: Live, *, is_last: bool) -> bool:
-        host = self._host(live)
+    async def _execute(self, live: TaskRun, *, is_last: bool) -> bool:
+        if not self._runtime.uses_store:
+            live.ram = RamWaits(live)
         try:
             if is_last or (live.has_row and time.monotonic() - live.renewed_s >= self._fresh_s):
                 await self._look_again(live, is_last=is_last)
-            await self._run_and_settle(live, host)
+            await self._run_and_settle(live)
         except Superseded:
-            if not live.has_row and not live.is_let_go:
+            if not live.has_row and live.phase is not Phase.LET_GO:
                 return False
-            log.warning("run_superseded", epoch=live.epoch, is_fenced=live.is_fenced)
+            self._tell(events.RunSuperseded(live.task_id, live.epoch, live.phase is Phase.FENCED))
             if is_last:
                 await self._acquit(live)
             self._leave(live)
-        except BrokerUnavailable as error:
-            log.warning("settling_interrupted", error=str(error))
-            live.requeue()
-        except StoreUnavailable as error:
-            log.warning("settling_interrupted", error=str(error))
-            self._runtime.gate.close(error)
+        except (BrokerUnavailable, StoreUnavailable) as error:
+            self._tell(events.RunInterrupted(live.task_id, str(error)))
+            if isinstance(error, StoreUnavailable):
+                self._runtime.gate.close(error)
             live.requeue()
         finally:
-            await host.close()
+            if live.ram is not None:
+                await live.ram.close()
         return True
 
-    async def _look_again(self, live: Live, *, is_last: bool) -> None:
+    async def _look_again(self, live: TaskRun, *, is_last: bool) -> None:
         """Raise Superseded if the task may have gone to another replica while this run waited for a slot, or froze.
 
         Its journal would be old: it would do again what is recorded by now. A last attempt is counted here, now that it
         is alone: while it waited for that, its process may have been ended by any other.
         """
-        lease = self._runtime.settings.lease
-        renewal = Renewal(live.task_id, live.epoch)
         marks = live.pickups // ALONE + 1 if is_last else 0
-        while True:
-            asked_s = time.monotonic()
-            mine, busy = await self._runtime.gate.insist(
-                lambda _: self._runtime.store.renew([renewal], lease=lease, counted=marks * ALONE)
-            )
-            if live.task_id in mine:
-                live.renewed_s = asked_s
-                return
-            if live.task_id not in busy:
-                live.is_fenced = True
-                raise Superseded
-            await asyncio.sleep(random.uniform(0.02, 0.1))
+        lease = self._runtime.settings.lease
+        asked_s = await renew_one(self._runtime, live.task_id, live.epoch, lease=lease, counted=marks * ALONE)
+        if asked_s is None:
+            live.fence()
+            raise Superseded
+        live.renewed_s = asked_s
 
-    async def _acquit(self, live: Live) -> None:
+    async def _acquit(self, live: TaskRun) -> None:
         """A last attempt that was cut short has not ended its process: another one may be made, at once."""
-        renewal, now = Renewal(live.task_id, live.epoch), timedelta(0)
         before = live.pickups // ALONE * ALONE or -ALONE
-        while True:
-            _, busy = await self._runtime.gate.insist(
-                lambda _: self._runtime.store.renew([renewal], lease=now, counted=before)
-            )
-            if not busy:
-                return
-            await asyncio.sleep(random.uniform(0.02, 0.1))
+        await renew_one(self._runtime, live.task_id, live.epoch, lease=timedelta(0), counted=before)
 
-    def _leave(self, live: Live) -> None:
+    def _leave(self, live: TaskRun) -> None:
         """Give up what we hold of a run that is not ours to finish.
 
         Fenced off: the new epoch has a trigger and a lease of its own, and a copy of the trigger that came back from us
         would only take the run over once more. Unless ours was away: it may be the very trigger of the new epoch, given
         back by a replica that died before its answer left. That, or anything else: let it come back.
         """
-        if live.is_fenced and not live.is_unsent and not live.is_reattached:
+        if live.phase is Phase.FENCED and not live.is_unsent and not live.is_reattached:
             live.ack()
         else:
             live.requeue()
 
-    def _host(self, live: Live) -> TaskHost:
-        match self._runtime.settings.checkpointing:
-            case Checkpointing.REQUIRED:
-                return StoreHost(live, self._runtime)
-            case Checkpointing.PREFERRED:
-                return FallingHost(live, self._runtime, self._ram_calls)
-            case Checkpointing.OFF:
-                return RamHost(live, self._runtime, self._ram_calls)
-
-    async def _run_and_settle(self, live: Live, host: TaskHost) -> None:
+    async def _run_and_settle(self, live: TaskRun) -> None:
         if live.handler is None:
-            await self._await_handler(live, host)
+            await self._await_handler(live)
             return
         if live.pickups >= MOST_ALONE * ALONE:
-            await self._finish(live, host, self._end_of_killer(live))
+            await self._finish(live, self._end_of_killer(live))
             return
         try:
             body = live.request if isinstance(live.request, Body) else to_body(live.request)
             bound = live.handler.binding.bind(body)
         except InvalidArguments as error:
-            await self._finish(live, host, self._refusal(live, error))
+            await self._finish(live, self._refusal(live, error))
             return
         except CorruptBlob as error:
-            await self._settle(live, host, Held(damage("the request (coatcheck.task)", error)))
+            await self._settle(live, Held(damage("the request (coatcheck.task)", error)))
             return
         for unread in live.handler.binding.find_unread(body):
             log.warning("body_field_not_read", handler=live.handler.name, **unread.facts())
-        live.run = self._make_run(live, live.handler, bound, host)
+        live.run = self._make_run(live, live.handler, bound)
         reach("before_run")
         try:
-            if host.recorder is not None and live.history.recorded:
-                host.recorder.check_history()
+            if live.ram is None and live.history.recorded:
+                check_history(live.gathered, live.history, self._runtime.settings)
             outcome = await live.run.execute()
         except PermanentError as error:
-            await self._finish(live, host, self._refused_commit(live, error))
+            await self._finish(live, self._refused_commit(live, error))
             return
-        live.is_settled = True  # nobody joins from here on: who is to be answered must not change under our hands
+        if not isinstance(outcome, Abandoned):
+            live.end()  # no copy joins from here on: the addresses to answer must not change under our hands
         if isinstance(outcome, Finished):
-            await self._finish(live, host, self._result(live, outcome))
+            await self._finish(live, self._result(live, outcome))
         else:
-            await self._settle(live, host, outcome)
+            await self._settle(live, outcome)
 
-    def _make_run(self, live: Live, handler: Handler, bound: Bound, host: TaskHost) -> Run:
+    def _make_run(self, live: TaskRun, handler: Handler, bound: Bound) -> Run:
         args, options = bound
 
         def invoke(ctx: Context) -> Coroutine[Any, Any, Any]:
@@ -273,35 +249,34 @@ class Executor:
             deadline_at=live.deadline_at,
             invoke=invoke,
             history=live.history,
-            host=host,
+            port=live,
             defaults=self._defaults,
             now=self._runtime.store.now,
         )
 
     # --- what came of it ---
 
-    async def _settle(self, live: Live, host: TaskHost, outcome: Unfinished) -> None:
+    async def _settle(self, live: TaskRun, outcome: Unfinished) -> None:
         match outcome:
             case Parked():
-                self._runtime.metrics.parked.inc()
-                log.info("task_parked", checkpoint=live.checkpoint)
+                self._tell(events.TaskParked(live.task_id, live.checkpoint))
                 live.requeue() if live.is_unsent else live.ack()
             case Raised(error, forget, changes):
-                await self._fail_or_retry(live, host, error, forget, changes)
+                await self._fail_or_retry(live, error, forget, changes)
             case Held(error):
-                await self._hold(live, host, problem_of(error, live.task_id, live.attempt), str(error))
+                await self._hold(live, problem_of(error, live.task_id, live.attempt), str(error))
             case Abandoned():
                 raise Superseded
             case Cancelled(reason):
-                # Mostly somebody else has ended it: whoever took the order, or another copy of the request that came
-                # to its end first. Then the row refuses us, and answers for itself.
-                log.info("task_cancelled")
+                # Mostly it is ended already: by the replica that took the order, or by another copy of the request.
+                # Then the row refuses us, and answers for itself.
+                self._tell(events.RunCancelled(live.task_id))
                 document = cancelled_problem(live.task_id, reason)
-                await self._finish(live, host, End(TaskState.CANCELLED, encode(document), is_worth_a_row=True))
+                await self._finish(live, TaskEnd(TaskState.CANCELLED, encode(document), is_worth_a_row=True))
             case _:
                 assert_never(outcome)
 
-    def _result(self, live: Live, outcome: Finished) -> End:
+    def _result(self, live: TaskRun, outcome: Finished) -> TaskEnd:
         """What the handler returned, if it can be sent."""
         try:
             blob = encode(outcome.value)
@@ -311,9 +286,9 @@ class Executor:
         if size > limit:
             detail = f"a result of {size:,} bytes; the limit is {limit:,}"
             return self._failure(live, CheckpointRefused("result_too_large", detail), outcome.changes)
-        return End(TaskState.DONE, blob, outcome.changes)
+        return TaskEnd(TaskState.DONE, blob, outcome.changes)
 
-    def _unencodable(self, live: Live, value: Any, error: Exception) -> Exception:
+    def _unencodable(self, live: TaskRun, value: Any, error: Exception) -> Exception:
         assert live.handler is not None
         try:
             live.handler.binding.check_result(value)
@@ -322,61 +297,59 @@ class Executor:
         return error
 
     async def _fail_or_retry(
-        self, live: Live, host: TaskHost, error: BaseException, forget: tuple[str, ...], changes: Changes
+        self, live: TaskRun, error: BaseException, forget: tuple[str, ...], changes: Changes
     ) -> None:
         assert live.handler is not None
         delay = live.handler.retry.next_delay(error, live.attempt)
         if delay is None:
-            await self._finish(live, host, self._failure(live, error, changes))
+            await self._finish(live, self._failure(live, error, changes))
             return
-        self._runtime.metrics.retried.inc()
-        log.warning(
-            "attempt_failed",
-            exception=type(error).__name__,
-            retry_in_s=delay.total_seconds(),
-            **self._traceback(error),
+        failed = events.AttemptFailed(
+            live.task_id, live.attempt, type(error).__name__, delay.total_seconds(), self._traceback(error)
         )
-        if host.recorder is None:
-            await self._try_again_in_ram(live, host, delay)
+        if live.ram is not None:
+            self._tell(failed)
+            await self._try_again_in_ram(live, delay)
             return
         document = problem_of(error, live.task_id, live.attempt, retryable=True)
-        done = await host.recorder.put(changes, Again(delay, encode(document), traceback_of(error), forget))
-        await host.recorder.send(changes.opens, done.cancels)
+        done = await live.put(changes, Again(delay, encode(document), traceback_of(error), forget))
+        self._tell(failed)
+        await live.send(changes.opens, done.cancels)
         self._runtime.hints.give([delay])
         live.requeue() if live.is_unsent else live.ack()
 
-    async def _try_again_in_ram(self, live: Live, host: TaskHost, delay: timedelta) -> None:
+    async def _try_again_in_ram(self, live: TaskRun, delay: timedelta) -> None:
         """Without rows there is no retry time to leave behind: wait here, then begin again from the top."""
-        await host.close()
-        live.is_settled = False  # its trigger may come back meanwhile, and belongs to this run
+        assert live.ram is not None
+        await live.ram.close()
+        live.move(Phase.RUNNING)  # its trigger may come back meanwhile, and belongs to this run
         await asyncio.sleep(delay.total_seconds())
         live.attempt += 1
-        again = RamHost(live, self._runtime, self._ram_calls)
-        try:
-            await self._run_and_settle(live, again)
-        finally:
-            await again.close()
+        live.ram = RamWaits(live)
+        await self._run_and_settle(live)
 
-    def _failure(self, live: Live, error: BaseException, changes: Changes) -> End:
+    def _failure(self, live: TaskRun, error: BaseException, changes: Changes) -> TaskEnd:
         retryable = live.handler.retry.is_retryable(error) if live.handler is not None else None
         code = Code(error.code) if isinstance(error, CheckpointRefused) else None
         document = problem_of(error, live.task_id, live.attempt, code=code, retryable=retryable)
-        name = document.get("exception")
-        log.error("task_failed", code=document["code"], exception=name, **self._traceback(error))
-        return End(TaskState.FAILED, encode(document), changes, traceback_of(error))
+        why = events.TaskFailed(live.task_id, document["code"], document.get("exception"), self._traceback(error))
+        return TaskEnd(TaskState.FAILED, encode(document), changes, traceback_of(error), why=why)
 
-    def _traceback(self, error: BaseException) -> dict[str, str]:
+    def _traceback(self, error: BaseException) -> str | None:
         """The traceback, where the settings say that it may be logged: its texts are the users'."""
-        return {"traceback": traceback_of(error)} if self._runtime.settings.log_tracebacks else {}
+        return traceback_of(error) if self._runtime.settings.log_tracebacks else None
 
-    def _refused_commit(self, live: Live, error: PermanentError) -> End:
+    def _tell(self, event: events.Event) -> None:
+        self._runtime.events.tell(event)
+
+    def _refused_commit(self, live: TaskRun, error: PermanentError) -> TaskEnd:
         """What the run wants recorded will never be taken."""
-        log.error("commit_refused", code=error.code, detail=str(error))
-        live.progress = None  # it may be what was refused
+        why = events.CheckpointFailed(live.task_id, error.code, str(error))
+        live.progress_report = None  # it may be what was refused
         document = problem(error.code, detail=str(error), task_id=str(live.task_id), attempt=live.attempt)
-        return End(TaskState.FAILED, encode(document), traceback=traceback_of(error))
+        return TaskEnd(TaskState.FAILED, encode(document), traceback=traceback_of(error), why=why)
 
-    def _end_of_killer(self, live: Live) -> End:
+    def _end_of_killer(self, live: TaskRun) -> TaskEnd:
         """A task that takes its process with it each time is stopped before it takes the fleet."""
         count = live.pickups % ALONE - 1
         document = problem(
@@ -385,17 +358,16 @@ class Executor:
             task_id=str(live.task_id),
             attempt=live.attempt,
         )
-        log.error("task_crashed_repeatedly", run_count=count)
-        return End(TaskState.FAILED, encode(document))
+        return TaskEnd(TaskState.FAILED, encode(document), why=events.TaskCrashedRepeatedly(live.task_id, count))
 
-    def _refusal(self, live: Live, error: Exception) -> End:
-        """A request that does not fit its handler: say so to whoever asked."""
+    def _refusal(self, live: TaskRun, error: Exception) -> TaskEnd:
+        """A request that does not fit its handler: say so to the requester."""
         document = problem_of(error, live.task_id)
-        log.warning("request_refused", code=document["code"])  # the detail names fields of the body: not for logs
-        is_worth_a_row = live.keeps_result or not live.addresses  # else whoever asked is told, and that is all
-        return End(TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row)
+        why = events.RequestRefused(live.task_id, document["code"])
+        is_worth_a_row = live.keeps_result or not live.addresses  # else the requester is told, and that is all
+        return TaskEnd(TaskState.FAILED, encode(document), is_worth_a_row=is_worth_a_row, why=why)
 
-    async def _await_handler(self, live: Live, host: TaskHost) -> None:
+    async def _await_handler(self, live: TaskRun) -> None:
         """Hold a task whose handler this code does not have, as a deploy may bring it.
 
         A task that never ran waits so long and no longer: its requester is told that it asked for what there is not.
@@ -406,69 +378,71 @@ class Executor:
         has_run = live.attempt > 1 or live.history.recorded or live.history.open_calls
         left = None if has_run else self._runtime.settings.hold_unknown - timedelta(seconds=live.age_s)
         if left is not None and left <= timedelta(0):
-            log.error("handler_stayed_unknown", reason=reason)
-            await self._finish(live, host, End(TaskState.FAILED, encode(document)))
+            why = events.HandlerStayedUnknown(live.task_id, reason)
+            await self._finish(live, TaskEnd(TaskState.FAILED, encode(document), why=why))
             return
-        await self._hold(live, host, document, reason, at_most=left)
+        await self._hold(live, document, reason, at_most=left)
 
     async def _hold(
-        self, live: Live, host: TaskHost, document: dict[str, Any], reason: str, *, at_most: timedelta | None = None
+        self, live: TaskRun, document: dict[str, Any], reason: str, *, at_most: timedelta | None = None
     ) -> None:
         """Keep a task this code cannot run; a deploy may bring code that can. The pauses grow with its age."""
-        if host.recorder is None:
-            await self._finish(live, host, End(TaskState.FAILED, encode(document)))
+        if live.ram is not None:
+            await self._finish(live, TaskEnd(TaskState.FAILED, encode(document)))
             return
         delay = min(max(timedelta(seconds=live.age_s), SHORTEST_HOLD), at_most or LONGEST_HOLD, LONGEST_HOLD)
-        await host.recorder.put(Changes(), Hold(delay, encode(document)))
-        self._runtime.metrics.held.inc()
-        log.error("task_held", reason=reason, retry_in_s=delay.total_seconds())
+        live.end()
+        await live.put(Changes(), Hold(delay, encode(document)))
+        self._tell(events.TaskHeld(live.task_id, reason, delay.total_seconds()))
         live.ack()
 
-    async def _finish(self, live: Live, host: TaskHost, end: End) -> None:
+    async def _finish(self, live: TaskRun, end: TaskEnd) -> None:
         """Commit the end if there is a row or a reason for one, publish the final reply, ack."""
-        live.is_settled = True
+        live.end()
         if live.lock is not None:
-            async with live.lock:  # a detach that is under way makes the row; no other begins once we are settled
+            async with live.lock:  # a detach that is under way makes the row; no other begins once the end is decided
                 pass
-        is_stored = host.recorder is not None and (live.has_row or self._is_worth_a_row(live, end))
+        is_stored = live.ram is None and (live.has_row or self._is_worth_a_row(live, end))
         if is_stored:
             finish = Finish(end.state, end.value, self._keep(end.state), end.traceback)
-            is_stored = await self._commit_end(live, host, finish, end.changes)
-        is_told = not live.addresses or await self._answer(live, host, end, is_stored=is_stored)
+            is_stored = await self._commit_end(live, finish, end.changes)
+        if end.why is not None:
+            self._tell(end.why)
+        is_told = not live.addresses or await self._answer(live, end, is_stored=is_stored)
         if is_stored and live.is_detached and is_told:
             await self._runtime.store.mark_final_sent({live.task_id: live.addresses})
-        self._runtime.metrics.finished.labels(end.state.value).inc()
-        log.info("task_finished", outcome=end.state.value)
+        self._tell(events.TaskFinished(live.task_id, end.state.value))
         if not live.unanswered:
             live.ack(is_answered=True)
 
-    def _is_worth_a_row(self, live: Live, end: End) -> bool:
+    def _is_worth_a_row(self, live: TaskRun, end: TaskEnd) -> bool:
         """Whether the end of a task that never had a row is written down."""
         if end.changes.entries or end.changes.opens or end.changes.closes:
             return True
         if end.is_worth_a_row is not None:
             return end.is_worth_a_row
         is_deduplicated = live.handler is not None and live.handler.is_deduplicated
-        # A lost trigger is being redelivered to somebody: the row decides whose result it is.
+        # A lost trigger is being redelivered, perhaps elsewhere: the row decides which run's result it is.
         is_lost = live.trigger is None or live.trigger.is_lost
         return end.state is TaskState.FAILED or live.keeps_result or is_deduplicated or is_lost
 
-    async def _commit_end(self, live: Live, host: TaskHost, end: Finish, changes: Changes) -> bool:
+    async def _commit_end(self, live: TaskRun, end: Finish, changes: Changes) -> bool:
         """Write the end down. False: it cannot be now, and the task goes on without a row."""
-        assert host.recorder is not None
         try:
-            done = await host.recorder.put(changes, end)
+            done = await live.put(changes, end)
         except StoreUnavailable:
             if live.has_row:
                 raise
             log.warning("end_not_recorded")  # `preferred`, and Postgres is away: the answer is delivered all the same
             return False
-        await host.recorder.send(changes.opens, done.cancels)
+        await live.send(changes.opens, done.cancels)
         return True
 
-    async def _answer(self, live: Live, host: TaskHost, end: End, *, is_stored: bool) -> bool:
-        """Publish the final reply to everyone who asked. Who is gone can fetch it later, and whose queue refuses it is
-        sent it later: then it gets a row. False: not all were told, and the row or `live.unanswered` says so.
+    async def _answer(self, live: TaskRun, end: TaskEnd, *, is_stored: bool) -> bool:
+        """Publish the final reply to all requesters. False: not all were told; the row or `live.unanswered` says so.
+
+        A requester that is gone can fetch the result later. One whose queue refuses the reply is sent it later: for
+        both the task gets a row.
         """
         replies = answers(live.task_id, end.state, end.value, live.addresses, traceparent=live.traceparent)
         reach("before_answer")
@@ -480,9 +454,9 @@ class Executor:
             return True
         if gone:
             log.warning("final_reply_had_no_route", reply_to=gone)
-        if not is_stored and host.recorder is not None:
+        if not is_stored and live.ram is None:
             finish = Finish(end.state, end.value, self._keep(end.state))
-            is_stored = await self._commit_end(live, host, finish, Changes())
+            is_stored = await self._commit_end(live, finish, Changes())
         if refused:
             log.info("final_reply_refused", reply_to=[each.to[:64] for each in refused], is_stored=is_stored)
             if is_stored:
@@ -491,14 +465,14 @@ class Executor:
                 live.unanswered = refused
         return not refused
 
-    async def _answer_from_ram(self, live: Live) -> None:
+    async def _answer_from_ram(self, live: TaskRun) -> None:
         """Send what no row remembers until it is taken, its request unacked meanwhile; the slot is free again."""
         for number in itertools.count():
             await asyncio.sleep(pause_s(number))
             try:
                 routings = await self._runtime.outbox.publish(live.unanswered)
             except BrokerUnavailable as error:
-                log.warning("settling_interrupted", error=str(error))
+                self._tell(events.RunInterrupted(live.task_id, str(error)))
                 continue
             live.unanswered = [
                 each for each, routing in zip(live.unanswered, routings, strict=True) if routing is Routing.REFUSED

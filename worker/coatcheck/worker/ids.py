@@ -1,6 +1,6 @@
 """Ids of tasks and calls, in the type that Postgres's driver has for them: made, printed and compared in C.
 
-A call's id is unguessable, and in the order of time. Whoever knows it may answer the call, so 74 bits of it are random.
+A call's id is unguessable, and in the order of time. A peer that knows it may answer the call: 74 bits are random.
 The first 48 say when it was made (UUID version 7): new rows then lie side by side in the index, and neither the writes
 nor the cache a call needs grow with the table.
 """
@@ -27,7 +27,7 @@ _RANDOM = (1 << 80) - 1 & ~_VERSION_AND_VARIANT
 
 
 def new_call_id() -> CallId:
-    """An id that nobody has, and nobody can tell beforehand."""
+    """An id that is new, and cannot be guessed."""
     now_ms = time.time_ns() // 1_000_000
     bits = now_ms << 80 | int.from_bytes(os.urandom(16), "big") & _RANDOM | _VERSION_7
     return _call_id_made(bits.to_bytes(16, "big"))

@@ -138,6 +138,7 @@ ERRORS: Mapping[str, str] = MappingProxyType(
         "lease_not_renewed": "Postgres was away for so long that a run stopped itself; another replica goes on with it",
         "message_buried": "a message cannot be used and is in the dead letters: `coatcheck dead ls`",
         "on_delivery_failed": "a bug of ours in taking a message; it comes again. Please report it",
+        "on_event_failed": "the app's `on_event` raised, at `line`; told once for each kind, and it changes nothing",
         "on_lost_failed": "a bug of ours after a connection was lost. Please report it",
         "orphans_repaired": "tasks had nothing to wake them, and were repaired: a bug of ours. Please report it",
         "replica_killed": "a replica did not stop in time and was killed; its tasks go on elsewhere",

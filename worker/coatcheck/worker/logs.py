@@ -1,7 +1,7 @@
 """Logs: one line per event on stderr, the same for our own events and for the libraries underneath.
 
 JSON unless stderr is a terminal. Ids are bound once, at arrival, with structlog's context variables, and appear on
-every line of that delivery. Payloads stay out whatever the caller does: bytes become their size, a `body` or
+every line of that delivery. Payloads stay out in any case: bytes become their size, a `body` or
 `payload` is withheld, passwords in URLs are hidden, tracebacks show no local values.
 
 A line that cannot be written is lost and counted (`streams.py`); one that cannot be rendered is written without its
@@ -74,7 +74,7 @@ def _line_writer(stream: TextIO, *, make_notice: Callable[[EventDict], str]) -> 
     """What takes lines for this stream: without ever waiting, if it is one of the system's."""
     try:
         target = line_stream(stream.fileno())
-    except (OSError, ValueError):  # a stream in memory: whoever reads it wants to find the line there at once
+    except (OSError, ValueError):  # a stream in memory: its reader wants to find the line there at once
         return partial(_write_at_once, stream)
     encoding = stream.encoding or "utf-8"
 
@@ -120,7 +120,7 @@ def _unfailing(processors: list[Processor]) -> Callable[[WrappedLogger, str, Eve
 
 
 def default_format(stream: TextIO | None = None) -> LogFormat:
-    """What somebody reads at a terminal, or a program elsewhere."""
+    """What a person reads at a terminal, or a program elsewhere."""
     stream = sys.stderr if stream is None else stream
     return LogFormat.CONSOLE if stream.isatty() else LogFormat.JSON
 
@@ -187,7 +187,7 @@ def _merge_context(logger: WrappedLogger, method: str, event: EventDict) -> Even
 
 @lru_cache(maxsize=1024)
 def _bound_key(variable: ContextVar[Any]) -> str | None:
-    """The key that structlog keeps in this variable; None: somebody else's variable."""
+    """The key that structlog keeps in this variable; None: it is not structlog's variable."""
     prefix = structlog.contextvars.STRUCTLOG_KEY_PREFIX
     return variable.name.removeprefix(prefix) if variable.name.startswith(prefix) else None
 

@@ -124,7 +124,7 @@ def peer_of_new(call: NewCall, now: datetime, *, task_id: TaskId, service: str, 
 
 
 def cancel_message(call_id: CallId, peer: str, reason: str) -> Outgoing:
-    """Tell a peer that nobody waits for this call any more. A peer without a control queue never hears it."""
+    """Tell a peer that this call is not waited for any more. A peer without a control queue never hears it."""
     # A task of ours was started under cc-id = call id, so naming it lets a tombstone meet it.
     return Outgoing(f"{peer}.control", make_cancel(correlation_id=str(call_id), identity=str(call_id), reason=reason))
 

@@ -1,6 +1,6 @@
 """Failures as documents: RFC 9457 problems, and the codes Coatcheck itself gives them.
 
-A problem says what went wrong to whoever asked; it is sent and stored. A traceback says where, to whoever owns the
+A problem says what went wrong to the requester; it is sent and stored. A traceback says where, to the owner of the
 code; it is stored with the task and never sent. Neither holds a local variable.
 """
 

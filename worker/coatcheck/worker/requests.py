@@ -7,7 +7,6 @@ which knows whether the work is done, waits, runs elsewhere, or kills its worker
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,18 +22,19 @@ from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.decide import REQUEST_TRIGGER
 from coatcheck.store.rows import MOST_ADDRESSES, Address, Birth, Caller, Request, Ruling, Task, TaskId, Verdict, Wake
-from coatcheck.store.views import Renewal
 from coatcheck.worker import tracing
 from coatcheck.worker.app import Handler
 from coatcheck.worker.callers import digest_with, find_caller
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.engine.work import CLOCKS_DIFFER
+from coatcheck.worker.events import RequestAnsweredAgain, RequestCancelled, RequestJoined, RequestKnown, RunTakenOver
 from coatcheck.worker.executor import Executor
-from coatcheck.worker.live_runs import Live, live_from_task
+from coatcheck.worker.leases import renew_one
 from coatcheck.worker.messages import address_of, birth_of, deadline_of, errors, task_id_of
 from coatcheck.worker.problems import cancelled_problem, problem, problem_of
 from coatcheck.worker.resending import answer_one, send_unsent
 from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.task_run import TaskRun, run_of_task
 
 log = get_logger(__name__)
 
@@ -49,7 +49,7 @@ class Requests:
         self._runtime = runtime
         self._executor = executor
 
-    async def handle(self, delivery: Delivery, *, left_by: Live | None = None) -> None:
+    async def handle(self, delivery: Delivery, *, left_by: TaskRun | None = None) -> None:
         """See one request through to its ack; a failure of ours leaves it to be redelivered.
 
         `left_by`: a run of this process held the request and has not settled it. Its caller is known, and the rows are
@@ -72,7 +72,7 @@ class Requests:
             log.warning("request_interrupted", error=str(error))
             delivery.requeue()
 
-    async def _handle(self, delivery: Delivery, request: wire.Request, left_by: Live | None) -> None:
+    async def _handle(self, delivery: Delivery, request: wire.Request, left_by: TaskRun | None) -> None:
         runtime = self._runtime
         task_id = task_id_of(runtime.app.service, request.identity)
         handler = runtime.app.find_handler(request.handler)
@@ -116,13 +116,13 @@ class Requests:
             return
         if live is not None and not live.has_row and live.digest != digest_with(request.digest, caller):
             await self._refuse_conflict(delivery, make_birth())
-        elif live is not None and not live.has_row and not live.is_settled:
+        elif live is not None and not live.has_row and live.is_joinable:
             await self._refuse_crowd(delivery, make_birth())
         elif runtime.uses_store and (is_known or live is not None or self._is_suspect(delivery, task_id, handler)):
             # In doubt, the row may be the run's own: it is asked for as if the request had come back.
             is_in_doubt = left_by is not None and left_by.is_in_doubt and delivery is left_by.trigger
-            # A run alive in this process needs nobody to take it over.
-            is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or live.is_settled)
+            # A run alive in this process is not to be taken over.
+            is_lost = (delivery.is_redelivered or is_in_doubt) and (live is None or not live.is_joinable)
             await self._accept(delivery, make_birth(), is_redelivered=is_lost)
         else:
             # No row knows it, as far as we can tell.
@@ -154,7 +154,7 @@ class Requests:
         if reply_to is not None and not self._takes_replies(reply_to):
             raise MalformedMessage("bad_reply_to", f"reply_to {reply_to[:64]!r} is no queue for replies")
 
-    async def _find_caller(self, delivery: Delivery, left_by: Live | None) -> Caller | None:
+    async def _find_caller(self, delivery: Delivery, left_by: TaskRun | None) -> Caller | None:
         """Who asks. Raises Unauthorized; TransientError if the app cannot tell now."""
         runtime = self._runtime
         if runtime.app.identify is None:
@@ -167,13 +167,13 @@ class Requests:
         """Settle a request that came back, was accepted before, and whose token is not valid any more.
 
         False: it was not accepted before, as far as a live run or a row tells. The broker alone says that it came back,
-        but not from whom: it may be a copy that a stranger sent. So it begins nothing, takes no run over and tells
-        nobody but the addresses of the task. Its task goes on as after a lost lease.
+        but not from which sender: it may be a copy that a stranger sent. So it begins nothing, takes no run over and
+        tells only the addresses of the task. Its task goes on as after a lost lease.
         """
         runtime = self._runtime
         live = runtime.lives.find(task_id)
         if live is not None and not live.has_row:
-            is_ours = live.trigger is not None and live.trigger.is_lost and not live.is_settled
+            is_ours = live.trigger is not None and live.trigger.is_lost and live.is_joinable
             if not is_ours or not _is_accepted(request, live.caller, live.digest, live.addresses):
                 return False
             log.info("request_reattached")
@@ -193,11 +193,11 @@ class Requests:
         await send_unsent(runtime, ruling)
         if ruling.verdict is Verdict.GRANTED:
             assert ruling.task is not None
-            runtime.metrics.picked_up.labels("redelivered").inc()
-            live = live_from_task(
+            runtime.events.tell(RunTakenOver(task.task_id, ruling.task.epoch, "redelivered"))
+            live = run_of_task(
+                runtime,
                 ruling.task,
                 ruling.history,
-                handler=runtime.app.find_handler(task.handler),
                 trigger=delivery,
                 asked_s=asked_s,
                 trigger_name=f"resume:{task.epoch}:{task.task_id}",
@@ -206,20 +206,13 @@ class Requests:
             return
         if ruling.verdict is Verdict.EARLY:
             await self._detach(task)
-        log.info("request_known", verdict=ruling.verdict.value, is_token_valid=False)
-        runtime.metrics.duplicates.inc()
+        runtime.events.tell(RequestKnown(task.task_id, ruling.verdict, is_token_valid=False))
         delivery.ack()
 
     async def _detach(self, task: Task) -> None:
         """Note in a running row that no unacked request stands behind its run any more: the sweeper sees to its end."""
-        runtime, renewal = self._runtime, Renewal(task.task_id, task.epoch)
-        while True:
-            _, busy = await runtime.gate.insist(
-                lambda _: runtime.store.renew([renewal], lease=runtime.settings.lease, detaches=True)
-            )
-            if not busy:
-                return
-            await asyncio.sleep(random.uniform(0.02, 0.1))
+        lease = self._runtime.settings.lease
+        await renew_one(self._runtime, task.task_id, task.epoch, lease=lease, detaches=True)
 
     async def _refuse_caller(
         self, delivery: Delivery, request: wire.Request, task_id: TaskId, error: Unauthorized
@@ -234,12 +227,12 @@ class Requests:
         await self._runtime.outbox.tell(errors(task_id, document, (address,), traceparent=request.traceparent))
         delivery.ack()
 
-    def _joins(self, delivery: Delivery, birth: Birth, live: Live) -> bool:
+    def _joins(self, delivery: Delivery, birth: Birth, live: TaskRun) -> bool:
         """A request whose task runs in this very process: come back, or a duplicate that waits for the same end."""
         is_same = live.digest == birth.digest
         address = birth.address
         is_known = address is None or address in live.addresses
-        if live.is_settled or not is_same or (live.has_row and not is_known):
+        if not live.is_joinable or not is_same or (live.has_row and not is_known):
             return False  # a row knows its duplicates and their addresses
         if not is_known and len(live.addresses) >= MOST_ADDRESSES:
             return False
@@ -249,13 +242,13 @@ class Requests:
         elif live.has_row:
             return False
         else:
-            self._runtime.metrics.duplicates.inc()
+            self._runtime.events.tell(RequestJoined(live.task_id))
             live.followers.append(delivery)
         if address is not None and not is_known:
             live.addresses = (*live.addresses, address)
         return True
 
-    async def _pass_on(self, live: Live, origin: Delivery, *, is_ours: bool) -> None:
+    async def _pass_on(self, live: TaskRun, origin: Delivery, *, is_ours: bool) -> None:
         """Let the rows answer what the run has left: duplicates, and the request itself if another replica was first.
 
         To each copy of the request by itself, as each may want its answer elsewhere.
@@ -272,9 +265,10 @@ class Requests:
     def _fresh(
         self, delivery: Delivery, request: wire.Request, handler: Handler | None, *,
         task_id: TaskId, caller: Caller | None, make_birth: Callable[[], Birth],
-    ) -> Live:  # fmt: skip
+    ) -> TaskRun:  # fmt: skip
         now_s = time.monotonic()
-        return Live(
+        return TaskRun(
+            runtime=self._runtime,
             task_id=task_id,
             handler=handler,
             handler_name=request.handler if handler is None else handler.name,
@@ -308,9 +302,8 @@ class Requests:
             case Verdict.GRANTED:
                 assert ruling.task is not None
                 if ruling.task.epoch > 1:
-                    runtime.metrics.picked_up.labels("redelivered").inc()
-                handler = runtime.app.find_handler(birth.handler)
-                live = live_from_task(ruling.task, ruling.history, handler=handler, trigger=delivery, asked_s=asked_s)
+                    runtime.events.tell(RunTakenOver(birth.task_id, ruling.task.epoch, "redelivered"))
+                live = run_of_task(runtime, ruling.task, ruling.history, trigger=delivery, asked_s=asked_s)
                 await self._executor.execute(live, is_resume=False)
                 return
             case Verdict.CONFLICT:
@@ -322,17 +315,17 @@ class Requests:
             case Verdict.FINISHED:
                 await self._answer_again(ruling, birth)
             case verdict:
-                log.info("request_known", verdict=verdict.value, state=ruling.task.state.value if ruling.task else None)
-        runtime.metrics.duplicates.inc()
+                state = ruling.task.state.value if ruling.task else None
+                runtime.events.tell(RequestKnown(birth.task_id, verdict, state))
         delivery.ack()
 
     async def _answer_again(self, ruling: Ruling, birth: Birth) -> None:
         """A late duplicate of a finished task gets the stored answer, and is never run again."""
         assert ruling.task is not None
-        log.info("request_answered_again", state=ruling.task.state.value)
         was_just_sent = ruling.unsent.is_final_unsent and birth.address in ruling.task.addresses
         if birth.address is not None and not was_just_sent:
             await answer_one(self._runtime, ruling.task, birth.address)
+        self._runtime.events.tell(RequestAnsweredAgain(birth.task_id, ruling.task.state.value))
 
     async def _refuse_conflict(self, delivery: Delivery, birth: Birth) -> None:
         detail = (
@@ -364,9 +357,8 @@ class Requests:
         await self._refuse(delivery, birth, problem("deadline_exceeded", detail=detail, task_id=str(birth.task_id)))
 
     async def _refuse_cancelled(self, delivery: Delivery, birth: Birth) -> None:
-        """Without rows there is no tombstone to answer for a task whose cancel came first: whoever heard of it does."""
-        log.info("task_cancelled")
-        self._runtime.metrics.finished.labels("cancelled").inc()
+        """Without rows there is no tombstone to answer for a task whose cancel came first: its replica does."""
+        self._runtime.events.tell(RequestCancelled(birth.task_id))
         if birth.address is None:
             delivery.ack()
             return

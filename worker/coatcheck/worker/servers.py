@@ -1,8 +1,8 @@
 """From settings that name no server to settings that do: the embedded default.
 
 `embedded://` is a Postgres that runs under `.coatcheck/` for as long as a process of ours needs it, and `pg://` is a
-broker inside the store's own database. Whoever is about to connect settles its settings first, and meets only real
-addresses from then on.
+broker inside the store's own database. A process that is about to connect settles its settings first, and meets
+only real addresses from then on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def settle(settings: Settings, *, makes: bool = False) -> Settings:
 
 
 def no_server(store: str) -> NobodyThere:
-    """What to tell somebody who wants the embedded server at a place that has none."""
+    """What to tell a user who wants the embedded server at a place that has none."""
     named = urlsplit(store).path
     if named:
         return NobodyThere(f"there is no embedded server in {named}: correct the path, or start a worker with it")
@@ -64,7 +64,7 @@ def _directory_of(store: str, *, makes: bool) -> Path | None:
 
 
 async def _bring_up_to_date(url: str) -> None:
-    """The embedded database is ours, so nobody else has to migrate it."""
+    """The embedded database is ours, so we migrate it."""
     store = Store(url, pool_size=1)
     try:
         is_current = await store.ping() == newest_version()

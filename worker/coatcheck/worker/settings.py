@@ -388,7 +388,7 @@ def _checked(name: str, value: object, *, label: str) -> object:
     try:
         return rule.parse(value)
     except ValueError as error:
-        # What is not even a URL has its password where nobody looks for one.
+        # What is not even a URL may have its password anywhere.
         written = str(value).strip()
         is_hidden = isinstance(rule, Url) and "@" in written[1:] and "://" not in written
         shown = "***" if is_hidden else _printable(value)

@@ -14,7 +14,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from coatcheck.errors import StoreUnavailable
 from coatcheck.log import get_logger
 from coatcheck.store.postgres.database import LockTimeout
-from coatcheck.worker.metrics import Metrics
+from coatcheck.worker.events import Events, StoreLost
 
 log = get_logger(__name__)
 
@@ -38,12 +38,12 @@ class StoreGate:
         *,
         on_close: Callable[[], Awaitable[None]],
         on_open: Callable[[], Awaitable[None]],
-        metrics: Metrics,
+        events: Events,
     ) -> None:
         self._ping = ping
         self._on_close = on_close
         self._on_open = on_open
-        self._metrics = metrics
+        self._events = events
         self._opened = asyncio.Event()
         self._opened.set()
         self._opened_s = -math.inf
@@ -80,10 +80,9 @@ class StoreGate:
         self._opened.clear()
         is_flapping = time.monotonic() - self._opened_s < SETTLED_S
         self._flap_count = self._flap_count + 1 if is_flapping else 0
-        self._metrics.outages.labels("store").inc()
-        log.warning("store_lost", error=str(error))
         if self._prober is None:
             self._prober = asyncio.create_task(self._probe(), name="store-prober")
+        self._events.tell(StoreLost(None, str(error)))
 
     async def stop(self) -> None:
         if self._prober is not None:
@@ -103,9 +102,9 @@ class StoreGate:
         finally:
             self._prober = None
 
-    async def _tell(self, whom: Callable[[], Awaitable[None]]) -> None:
+    async def _tell(self, listener: Callable[[], Awaitable[None]]) -> None:
         try:
-            await whom()
+            await listener()
         except Exception:
             log.exception("gate_not_heard")  # the gate itself must go on
 

@@ -1,4 +1,4 @@
-"""The dedicated consumer that moves what nobody else would: timeouts, ended leases, retry times, what was never sent.
+"""The dedicated consumer that moves what no message does: timeouts, ended leases, retry times, what was never sent.
 
     look ──► overdue call: `timeout` to the service's replies queue
          ──► overdue lease or retry time: `resume`
@@ -93,7 +93,7 @@ class Sweeper:
         self._hinted.set()
 
     def hurry(self) -> None:
-        """Look now, whenever the next look was planned: for whoever holds the clock of the store in hand."""
+        """Look now, whenever the next look was planned: for a test that moves the clock of the store."""
         self._look_at_s = -math.inf
         self._hinted.set()
 
@@ -136,7 +136,7 @@ class Sweeper:
             # From here on hints count: what they tell of may be committed just after we looked.
             self._look_at_s = math.inf
             try:
-                if not broker.is_connected:  # a look puts rows off, and nobody would hear of them
+                if not broker.is_connected:  # a look puts rows off, and its messages would not leave
                     raise BrokerUnavailable("the broker is away")
                 is_full = await self._sweep(store, outbox)
                 pause_s = 0.0 if is_full else await self._pause_s(store)
@@ -145,7 +145,7 @@ class Sweeper:
                 log.warning("sweep_interrupted", error=str(error))
                 self.is_ready, pause_s = False, 1.0
             except Exception:
-                log.exception("sweep_surprised")  # whatever one row did, the others need a sweeper
+                log.exception("sweep_surprised")  # one row caused it, and the others need a sweeper
                 self.is_ready, pause_s = False, 1.0
             await self._sleep(pause_s)
         if self._resending:
@@ -318,7 +318,7 @@ class Sweeper:
         try:
             in_s = max(0.0, float(delivery.message.body))
         except ValueError:
-            in_s = 0.0  # whatever it was meant to say: look now
+            in_s = 0.0  # it cannot be read: look now
         self._look_at_s = min(self._look_at_s, asyncio.get_running_loop().time() + in_s + SHORTEST_PAUSE_S)
         self._hinted.set()
         delivery.ack()

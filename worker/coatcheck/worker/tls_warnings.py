@@ -1,4 +1,4 @@
-"""Connections that somebody on the way could read or change: found by their addresses, said once at the start."""
+"""Connections that a third party on the way could read or change: found by their addresses, said once at the start."""
 
 from __future__ import annotations
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from uuid import UUID
 
-TRACEPARENT = "traceparent"
-TRACESTATE = "tracestate"
-
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[ -~]*)?", re.ASCII)
-_STATE_FORM = re.compile(r"[ -~]{1,512}", re.ASCII)
 _LONGEST = 512
 _SAMPLED = 0x01
 _SPANS = blake2b(digest_size=8, person=b"cc-span")
@@ -70,22 +65,6 @@ def child(traceparent: str | None, *, call_id: UUID | None = None, task_id: UUID
     return f"00-{trace_id}-{span_id}-{_SAMPLED:02x}"
 
 
-def child_headers(
-    headers: Mapping[str, object], *, call_id: UUID | None = None, task_id: UUID | None = None
-) -> dict[str, str]:
-    """Return the trace headers for a message sent on behalf of the one that carried `headers`.
-
-    `tracestate` goes along untouched, but only beside a valid `traceparent`: alone it means nothing.
-    """
-    given = headers.get(TRACEPARENT)
-    traceparent = given if isinstance(given, str) else None
-    outgoing = {TRACEPARENT: child(traceparent, call_id=call_id, task_id=task_id)}
-    state = headers.get(TRACESTATE)
-    if isinstance(state, str) and _STATE_FORM.fullmatch(state) and parse(traceparent) is not None:
-        outgoing[TRACESTATE] = state
-    return outgoing
-
-
 def trace_id_of(traceparent: str | None) -> str | None:
     """Return the trace id, for logs, or None when there is no valid trace."""
     parent = parse(traceparent)
@@ -93,7 +72,7 @@ def trace_id_of(traceparent: str | None) -> str | None:
 
 
 def _derived_span(call_id: UUID) -> str:
-    # Hashed, because a call id is the secret that lets a peer answer and spans end up in everyone's trace viewer.
+    # Hashed, because a call id is the secret that lets a peer answer and spans end up in many trace viewers.
     hashed = _SPANS.copy()
     hashed.update(call_id.bytes)
     digest = hashed.hexdigest()

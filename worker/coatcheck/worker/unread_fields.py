@@ -31,7 +31,7 @@ Fields = types.StructType | types.DataclassType | types.TypedDictType
 Items = types.ListType | types.SetType | types.FrozenSetType | types.VarTupleType | types.CollectionType
 
 
-class Body(Protocol):
+class Readable(Protocol):
     @property
     def raw(self) -> bytes: ...
 
@@ -50,7 +50,7 @@ class Unread:
         return {"field": self.field} | ({"did_you_mean": self.near} if self.near else {})
 
 
-class Watch:
+class FieldWatch:
     """Looks at some bodies of one handler, and tells each unread field once."""
 
     __slots__ = ("_body_count", "_reported", "_wanted")
@@ -60,7 +60,7 @@ class Watch:
         self._body_count = 0
         self._reported: set[str] = set()
 
-    def look(self, body: Body) -> list[Unread]:
+    def look(self, body: Readable) -> list[Unread]:
         """The fields of this body that no parameter reads and that were not told before. Mostly it does not look."""
         self._body_count += 1
         if self._body_count > FIRST_BODIES and self._body_count % ONE_IN:
@@ -77,10 +77,10 @@ class Watch:
         return new
 
 
-def watch_for(wanted: Any) -> Watch | None:
+def watch_for(wanted: Any) -> FieldWatch | None:
     """A watch for bodies of this type; None if the type reads, or refuses, everything it is sent."""
     info = types.type_info(wanted)
-    return Watch(info) if any(_skips(each) for each in nodes(info)) else None
+    return FieldWatch(info) if any(_skips(each) for each in nodes(info)) else None
 
 
 def nodes(info: object, seen: set[int] | None = None) -> Iterator[object]:

@@ -1,8 +1,7 @@
 """A replica: the parts put together, consuming until told to stop.
 
-Four consumers (requests, replies, control, broadcasts) hand each delivery to a hop that sees it through to its ack.
-Stopping drains: no new deliveries, runs finish or are put down, whatever is left after the grace time goes back to
-its queue unacked.
+Four consumers (requests, replies, control, broadcasts) see each delivery through to its ack. Stopping drains:
+no new deliveries, runs finish or are put down; what is left after the grace time goes back to its queue unacked.
 """
 
 from __future__ import annotations
@@ -28,20 +27,17 @@ from coatcheck.log import get_logger
 from coatcheck.store.migrate import newest_version
 from coatcheck.store.postgres.store import OpenStore, Store
 from coatcheck.worker.app import App
-from coatcheck.worker.broadcast import Broadcasts
-from coatcheck.worker.control import Orders
-from coatcheck.worker.deliveries import Hop, Hops
-from coatcheck.worker.engine.selftest import find_unsupported
+from coatcheck.worker.arrivals import Broadcasts, Orders, Receive, Replies, UnderWay
+from coatcheck.worker.engine.classify import find_unsupported
+from coatcheck.worker.events import ConsumerLost, Events
 from coatcheck.worker.executor import Executor
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.leases import Leases
-from coatcheck.worker.live_runs import LiveRuns, Slots
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Hints, Marks, Outbox
-from coatcheck.worker.ram_host import RamCalls
-from coatcheck.worker.replies import Replies
+from coatcheck.worker.ram_waits import RamCalls
 from coatcheck.worker.requests import Requests
-from coatcheck.worker.runtime import Runtime
+from coatcheck.worker.runtime import LiveRuns, Runtime, Slots
 from coatcheck.worker.servers import settle
 from coatcheck.worker.settings import Checkpointing, Settings, redacted
 from coatcheck.worker.store_outage import StoreGate
@@ -78,13 +74,13 @@ class Worker:
         self.metrics = Metrics()
         self.is_ready = False
         self.runtime: Runtime | None = None
-        """The parts its hops share, once it has begun to run."""
+        """The parts its consumers share, once it has begun to run."""
         self._open_store = open_store
         self._stopping = asyncio.Event()
         self._consumers: dict[str, Consumer] = {}
         self._orders: Orders | None = None
         self._is_paused = False
-        self._hops: Hops | None = None
+        self._under_way: UnderWay | None = None
         self._broker: Broker | None = None
         self._gate: StoreGate | None = None
         self._watch: SweeperWatch | None = None
@@ -92,7 +88,7 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether no delivery is under way from its arrival to its ack."""
-        return not self._hops
+        return not self._under_way
 
     def live_checks(self) -> dict[str, bool]:
         """What `/livez` tells of it."""
@@ -136,14 +132,13 @@ class Worker:
         await self._broker.declare_service(self.app.service)
         await self._broker.declare_sweeper(self.settings.sweeper_queue)
         self.runtime = runtime = await self._assemble(stack, self._broker)
-        ram_calls = RamCalls(runtime.limits)
-        executor = Executor(runtime, ram_calls)
+        executor = Executor(runtime)
         leases = Leases(runtime)
         await self._check_store(runtime)
         async with asyncio.TaskGroup() as group:
-            self._hops = Hops(runtime)
-            background = [group.create_task(work) for work in (self._hops.keep(), *self._background(runtime, leases))]
-            await self._consume(group, runtime, executor, leases, ram_calls, under_way=self._hops)
+            self._under_way = under_way = UnderWay(runtime)
+            background = [group.create_task(work) for work in (under_way.keep(), *self._background(runtime, leases))]
+            await self._consume(group, runtime, executor, leases, under_way=under_way)
             self.is_ready = True
             for lack in find_unsupported():
                 log.warning("asyncio_differs", lack=lack, python=platform.python_version())
@@ -171,15 +166,18 @@ class Worker:
             max_history=settings.max_history,
         )
         stack.push_async_callback(store.close)
-        self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, metrics=self.metrics)
+        events = Events(self.metrics, self.app.on_event)
+        self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, events=events)
         stack.push_async_callback(self._gate.stop)
         outbox = Outbox(broker, metrics=self.metrics, patience=settings.request_prefetch // 4)
         is_in_ram = settings.checkpointing is not Checkpointing.REQUIRED
+        limits = Limits(max_body=settings.max_body, max_depth=settings.max_depth)
         return Runtime(
             app=self.app,
             settings=settings,
-            limits=Limits(max_body=settings.max_body, max_depth=settings.max_depth),
+            limits=limits,
             metrics=self.metrics,
+            events=events,
             outbox=outbox,
             lives=LiveRuns(),
             slots=Slots(settings.concurrency),
@@ -187,6 +185,7 @@ class Worker:
             store=store,
             gate=self._gate,
             marks=Marks(store),
+            ram_calls=RamCalls(limits),
             private_queue=await broker.declare_private() if is_in_ram else None,
         )
 
@@ -212,28 +211,28 @@ class Worker:
             runtime.gate.close(error)
 
     async def _consume(
-        self, group: asyncio.TaskGroup, runtime: Runtime, executor: Executor, leases: Leases, ram_calls: RamCalls, *,
-        under_way: Hops,
-    ) -> None:  # fmt: skip
+        self, group: asyncio.TaskGroup, runtime: Runtime, executor: Executor, leases: Leases, *, under_way: UnderWay
+    ) -> None:
         names, settings = self.app.names, self.settings
         assert self._broker is not None
         self._orders = Orders(runtime)
         replica_queue = await self._broker.declare_replica(self.app.service)
-        hops: list[tuple[str, str, Hop, int]] = [
+        consumers: list[tuple[str, str, Receive, int]] = [
             ("broadcasts", replica_queue, Broadcasts(runtime).handle, CONTROL_PREFETCH),
             ("control", names.control, self._orders.handle, CONTROL_PREFETCH),
         ]
         if runtime.uses_store:
             replies = Replies(runtime, executor, under_way)
-            hops.append(("replies", names.replies, replies.receive, settings.reply_prefetch))
+            consumers.append(("replies", names.replies, replies.receive, settings.reply_prefetch))
         # Last: a cancel that waits beside its request is to be read first.
-        hops.append(("requests", names.requests, Requests(runtime, executor).handle, settings.request_prefetch))
+        consumers.append(("requests", names.requests, Requests(runtime, executor).handle, settings.request_prefetch))
         if runtime.private_queue is not None:
-            await self._broker.consume(runtime.private_queue, ram_calls.on_delivery, prefetch=settings.reply_prefetch)
+            on_reply = runtime.ram_calls.on_delivery
+            await self._broker.consume(runtime.private_queue, on_reply, prefetch=settings.reply_prefetch)
         if runtime.gate.is_open:
             await self._take_waiting_orders()
-        for name, queue, hop, prefetch in hops:
-            on_delivery = partial(under_way.take, hop)
+        for name, queue, receive, prefetch in consumers:
+            on_delivery = partial(under_way.take, receive)
             on_lost = partial(self._on_lost, group, runtime, leases, queue)
             self._consumers[name] = await self._broker.consume(queue, on_delivery, prefetch=prefetch, on_lost=on_lost)
         if not runtime.gate.is_open:
@@ -260,20 +259,17 @@ class Worker:
             log.warning("orders_not_taken_first", error=str(error) or f"more than {ORDERS_FIRST_S:g} s of them")
 
     async def _follow(self, gate: StoreGate) -> None:
-        """Resume what was paused a moment ago, if the gate was opened meanwhile and nobody was there to hear it."""
+        """Resume what was paused a moment ago, if the gate was opened before the consumers were there."""
         if gate.is_open:
             await self._resume()
 
     def _on_lost(self, group: asyncio.TaskGroup, runtime: Runtime, leases: Leases, queue: str) -> None:
-        """The broker has taken back what we held: our runs live on under their leases, so that nobody starts them
-        twice.
-        """
+        """The broker has taken back what we held: our runs live on under their leases, so that none starts twice."""
         lost = [live for live in runtime.lives if live.trigger is not None and live.trigger.queue == queue]
-        log.warning("consumer_lost", queue=queue, run_count=len(lost))
-        self.metrics.outages.labels("broker").inc()
         with_rows = [live for live in lost if live.has_row]
         if with_rows:
             group.create_task(leases.renew(with_rows, detaches=True))
+        runtime.events.tell(ConsumerLost(None, queue, len(lost)))
 
     async def _pause(self) -> None:
         """Postgres is away: take nothing new that would need it. `preferred` goes on with requests, in RAM."""
@@ -307,22 +303,20 @@ class Worker:
         log.info("worker_draining", run_count=len(runtime.lives))
         for name in self._consumers:
             await self._switch(name, is_on=False)
-        assert self._hops is not None
-        await self._hops.wait(self.settings.grace.total_seconds())
-        if self._hops:
-            await self._let_go(runtime, leases, self._hops)
+        assert self._under_way is not None
+        await self._under_way.wait(self.settings.grace.total_seconds())
+        if self._under_way:
+            await self._let_go(runtime, leases, self._under_way)
         await runtime.marks.flush() if runtime.uses_store else None
         await runtime.outbox.drain()
 
-    async def _let_go(self, runtime: Runtime, leases: Leases, hops: Hops) -> None:
+    async def _let_go(self, runtime: Runtime, leases: Leases, under_way: UnderWay) -> None:
         runtime.lives.is_closed = True
         lives = list(runtime.lives)
-        log.warning("runs_cut_short", run_count=len(lives), hop_count=len(hops))
+        log.warning("runs_cut_short", run_count=len(lives), hop_count=len(under_way))
         await leases.give_up(lives)
         for live in lives:
-            live.is_let_go = True
-            if live.run is not None:
-                live.run.abandon()
+            live.let_go()
         orphans = [live for live in lives if live.has_row and (live.trigger is None or live.is_detached)]
         resumes = [Outgoing(self.app.names.replies, make_resume(str(live.task_id), live.epoch)) for live in orphans]
         try:
@@ -330,8 +324,8 @@ class Worker:
                 await runtime.outbox.publish(resumes)
         except BrokerUnavailable as error:
             log.warning("resumes_not_sent", error=str(error))  # the sweeper sees their leases end
-        await hops.wait(UNWIND_S)
-        hops.cancel()
+        await under_way.wait(UNWIND_S)
+        under_way.cancel()
 
     def _observe(self, operation: str, size: int, seconds: float) -> None:
         self.metrics.batch_size.labels(operation).observe(size)

@@ -1,6 +1,6 @@
 """What a branch waits on, read from the future it yielded and the frames it is suspended in.
 
-This is the one place that looks inside asyncio; `selftest.py` says at start-up whether the running Python fits.
+This is the one place that looks inside asyncio; `find_unsupported` says at start-up whether the running Python fits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Waiting(IntEnum):
     """How a branch waits; the highest of its branches is that of a run."""
 
     BLOCKED = 0  # only something durable, or another branch, can move it
-    MAYBE = 1  # a lock or the like: most likely another branch moves it, but anybody may
+    MAYBE = 1  # a lock or the like: most likely another branch moves it, but anything may
     HELD = 2  # something outside that is not durable: a socket, a thread, a sleep
     MOVING = 3  # it will go on by itself in a moment
 
@@ -175,7 +175,7 @@ def frames_in(awaited: Any) -> Iterator[FrameType]:
 
 
 def _generator_of(step: Any) -> Any:
-    """The async generator that somebody awaits a step of. Python shows it to its garbage collector only."""
+    """The async generator of which a step is awaited. Python shows it to its garbage collector only."""
     return next((each for each in gc.get_referents(step) if isinstance(each, AsyncGeneratorType)), None)
 
 
@@ -251,7 +251,7 @@ def joint_of(driver: Driver) -> tuple[list[Any], int | None] | None:
 
 
 def sole_wait_of(future: Any) -> object:
-    """What a task made directly from durable work waits on, if nobody but one waiter looks at the task."""
+    """What a task made directly from durable work waits on, if only one waiter looks at the task."""
     if type(future) is Tracked and is_work(future.driver.coro) and len(getattr(future, "_callbacks", None) or ()) == 1:
         waits_on = future.driver.waits_on
         return waits_on.wait if type(waits_on) is Durable else None
@@ -269,7 +269,7 @@ def caller_line() -> str:
 
 
 _LOOPS = frozenset({asyncio.Handle._run.__code__, asyncio.Runner.run.__code__})  # noqa: SLF001
-"""Where the loop begins, and whoever runs it: no user's code is called further out."""
+"""Where the loop begins, and what runs it: no user's code is called further out."""
 _DRIVER = Driver._advance.__code__  # noqa: SLF001 - where user code ends and the loop begins
 _OURS = tuple(str(Path(each)) + os.sep for each in coatcheck.__path__)
 """A namespace package: in a clone its parts lie in several directories."""
@@ -315,3 +315,28 @@ def _line(frame: FrameType) -> str:
     code = frame.f_code
     text = linecache.getline(code.co_filename, frame.f_lineno).strip()
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}: {text}"
+
+
+def find_unsupported() -> tuple[str, ...]:
+    """Name what works less well on this Python, and what happens instead. Empty on every version we test.
+
+    What `ctx` offers, awaited in the handler itself, depends on none of this.
+    """
+    enter = asyncio.Timeout.__aenter__.__code__
+    checks = {
+        "asyncio.gather: a run that waits in one stays in RAM": GATHERING is not None,
+        "asyncio.wait: a run that waits in one stays in RAM": (
+            WAIT is not None and {"fs", "timeout"} <= set(WAIT.co_varnames)
+        ),
+        "asyncio.TaskGroup: a run that waits in one stays in RAM": bool(GROUP_EXITS),
+        "asyncio.as_completed: a run that waits in one stays in RAM": bool(AS_COMPLETED),
+        "asyncio.shield: a run that waits in one stays in RAM": (
+            SHIELD_DONE is not None and "inner" in SHIELD_DONE.co_freevars
+        ),
+        "asyncio.timeout: it is not recorded, so it starts anew at every resume": (
+            {"cancelling", "reschedule"} <= set(enter.co_names) and hasattr(asyncio.Timeout, "_on_timeout")
+        ),
+        "asyncio.sleep: long ones are not warned of": SLEEP is not None,
+        "asyncio.Lock and its family: a run that waits for one stays in RAM": len(LOCKS) >= 7,
+    }
+    return tuple(text for text, is_fine in checks.items() if not is_fine)

@@ -57,7 +57,7 @@ class Context:
 
     @property
     def caller(self) -> Caller | None:
-        """Who asked, as the app's `identify` made out when the request came; None if it has none, or nobody said."""
+        """Who asked, as the app's `identify` told when the request came; None if there is none, or it did not say."""
         return self._run.caller
 
     @property
@@ -176,12 +176,12 @@ class Context:
         return self._group(aws, "quorum", need=k, is_lenient=False, cancel_rest=cancel_rest)
 
     def progress(self, done: float | None = None, total: float | None = None, message: str | None = None) -> None:
-        """Tell whoever asked for the task how far it is. Silent in replay."""
+        """Tell the requesters how far the task is. Silent in replay."""
         self._scope("ctx.progress()")
         if not self._run.ledger.is_replaying and not self._run.is_stopping:
-            # Called from the loop, not from here: a task the host makes for it is none of the handler's.
+            # Called from the loop, not from here: a task the port makes for it is none of the handler's.
             asyncio.get_running_loop().call_soon(
-                self._run.host.progress, done, total, message, context=detached_context()
+                self._run.port.progress, done, total, message, context=detached_context()
             )
 
     def now(self) -> datetime:

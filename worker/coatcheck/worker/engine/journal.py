@@ -1,12 +1,17 @@
-"""A run's books: what the journal says, what is to be committed, who waits for which key. They decide nothing."""
+"""A run's books: what the journal says, what is to be committed, what waits for which key. They decide nothing.
+
+A branch waits for slots, one for each key, joined in a wait; the rows see a wait as a group of calls.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
 
 from coatcheck.errors import JournalMismatch
 from coatcheck.store import blobs
@@ -21,13 +26,14 @@ from coatcheck.store.rows import (
     NewEntry,
     Recorded,
 )
+from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error, value_of
 from coatcheck.worker.engine.run_port import NO_CHANGES
 from coatcheck.worker.engine.steps import CANCELLED_CODE
-from coatcheck.worker.engine.waits import Slot, Ticket, Wait
+from coatcheck.worker.engine.tracking import Driver, Durable
 from coatcheck.worker.ids import new_call_id
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "Reader", "Slot", "Wait", "groups_of"]
 
 MakeCall = Callable[[str, CallId], NewCall]
 
@@ -51,8 +57,8 @@ class Ledger:
         self.closes: list[CallId] = []
         self.new_works: list[Wanted] = []
         """New work met while recorded work is still unread: perhaps the same under another name."""
-        self.waiting: dict[str, Ticket] = {}
-        self._ready: list[tuple[int, int, Ticket, Recorded]] = []
+        self.waiting: dict[str, Waiter] = {}
+        self._ready: list[tuple[int, int, Waiter, Recorded]] = []
         self._failures: list[tuple[BaseException, tuple[str, ...]]] = []
         self._is_caught_up = self.journal.is_all_read
 
@@ -74,9 +80,9 @@ class Ledger:
         for recorded in news:
             if not self.journal.is_known(recorded.key):
                 self.journal.add(recorded)
-                ticket = self.waiting.pop(recorded.key, None)
-                if ticket is not None:
-                    self.make_ready(ticket, recorded)
+                waiter = self.waiting.pop(recorded.key, None)
+                if waiter is not None:
+                    self.make_ready(waiter, recorded)
 
     def find(self, wanted: Wanted) -> tuple[str, Entry | None, bool]:
         """Find what answers to `wanted`: its key, its entry (None: new work), and whether the arguments fit.
@@ -103,10 +109,10 @@ class Ledger:
 
     # --- who waits ------------------------------------------------------------------------------------------------
 
-    def make_ready(self, ticket: Ticket, recorded: Recorded) -> None:
+    def make_ready(self, waiter: Waiter, recorded: Recorded) -> None:
         """Let an entry be handed out at its turn; work that was given up has none."""
         if is_handed_out(recorded):
-            heapq.heappush(self._ready, (recorded.seq, next(_ties), ticket, recorded))
+            heapq.heappush(self._ready, (recorded.seq, next(_ties), waiter, recorded))
 
     @property
     def has_ready(self) -> bool:
@@ -115,8 +121,8 @@ class Ledger:
     def hand_out(self) -> bool:
         """Hand out ready entries, lowest sequence first, until a branch moves. False: none does."""
         while self._ready:
-            _, _, ticket, recorded = heapq.heappop(self._ready)
-            if ticket.is_live and ticket.settle(recorded):
+            _, _, waiter, recorded = heapq.heappop(self._ready)
+            if waiter.is_live and waiter.settle(recorded):
                 return True
         return False
 
@@ -199,7 +205,7 @@ class Ledger:
 
 
 def is_handed_out(entry: Entry) -> bool:
-    """Tell whether somebody gets what was recorded. A closed call and a step cut off only keep their keys."""
+    """Tell whether what was recorded is handed to a branch. A closed call and a step cut off only keep their keys."""
     if not isinstance(entry, Recorded) or entry.state is CallState.CLOSED:
         return False
     if entry.kind is not Kind.STEP or entry.state is CallState.OK:
@@ -220,3 +226,120 @@ def _chain_of(error: BaseException) -> Iterator[BaseException]:
         todo += (each.__cause__, each.__context__)
         if isinstance(each, BaseExceptionGroup):
             todo += each.exceptions
+
+
+# --- waits ---
+
+
+class Waiter(Protocol):
+    """Something that an ended entry is handed to."""
+
+    key: str
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it still waits."""
+
+    def settle(self, recorded: Recorded) -> bool:
+        """Take what was recorded; tell whether a branch moves because of it."""
+
+
+class Reader(Protocol):
+    """Turns what was recorded into a value, or into the error to raise."""
+
+    def read(self, recorded: Recorded) -> tuple[Any, Exception | None]: ...
+
+
+class Slot(msgspec.Struct, eq=False):
+    """One key that a branch waits for. `entry` is what the journal had there when the branch asked."""
+
+    key: str
+    kind: Kind
+    reader: Reader
+    entry: Entry | None
+    call_id: CallId | None = None
+    is_ended: bool = False
+    value: Any = None
+    error: Exception | None = None
+    wait: Wait | None = None
+
+    def __repr__(self) -> str:
+        return f"Slot({self.key!r})"  # its value is the users'
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("key", self.key)]
+
+    @property
+    def is_live(self) -> bool:
+        return self.wait is not None and not self.is_ended
+
+    def settle(self, recorded: Recorded) -> bool:
+        assert self.wait is not None
+        self.is_ended = True
+        self.value, self.error = self.reader.read(recorded)
+        return self.wait.add(self)
+
+
+class Wait:
+    """Some slots, and how many of them must succeed; `need=None`: all must end."""
+
+    __slots__ = ("_ok_count", "ended", "future", "need", "slots")
+
+    def __init__(self, slots: Sequence[Slot], need: int | None) -> None:
+        self.slots = slots
+        self.need = need
+        self.ended: list[Slot] = []
+        self.future: Durable | None = None
+        self._ok_count = 0
+        for slot in slots:
+            slot.wait = self
+
+    def add(self, slot: Slot) -> bool:
+        """Count a slot that has just ended; tell whether this ends the wait."""
+        self.ended.append(slot)
+        if slot.error is None:
+            self._ok_count += 1
+        still_open = len(self.slots) - len(self.ended)
+        if self.need is None:
+            is_over = still_open == 0
+        else:
+            is_over = self._ok_count >= self.need or self._ok_count + still_open < self.need
+        if not is_over:
+            return False
+        if self.future is not None:
+            self.future.settle(None)
+        return True
+
+    def group(self) -> Group | None:
+        """The wait as the rows see it: what is still open of it. None: nothing is."""
+        calls = [slot.call_id for slot in self.slots if slot.call_id is not None and not slot.is_ended]
+        if not calls:
+            return None
+        return Group(tuple(calls), None if self.need is None else self.need - self._ok_count)
+
+
+def groups_of(drivers: Iterable[Driver]) -> list[Group]:
+    """A group for each wait. Tasks that a branch only waits for together make one, so that not every end wakes it."""
+    groups: list[Group] = []
+    joined: set[int] = set()
+    waits: list[object] = []
+    for driver in drivers:
+        if type(driver.waits_on) is Durable:
+            waits.append(driver.waits_on.wait)
+        elif (joint := classify.joint_of(driver)) is not None:
+            _join(*joint, groups=groups, joined=joined)
+    for wait in waits:
+        group = wait.group() if isinstance(wait, Wait) and id(wait) not in joined else None
+        if group is not None:
+            groups.append(group)
+    return groups
+
+
+def _join(tasks: list[Any], need: int | None, *, groups: list[Group], joined: set[int]) -> None:
+    """Make one group of tasks that each are one row."""
+    waits = [classify.sole_wait_of(task) for task in tasks]
+    bare = [each.group() for each in waits if isinstance(each, Wait) and len(each.slots) == 1]
+    calls = tuple(call for group in bare if group is not None for call in group.calls)
+    if len(calls) == len(tasks) > 1:
+        groups.append(Group(calls, need))
+        joined.update(map(id, waits))

@@ -30,8 +30,7 @@ from coatcheck.store.rows import Caller, Changes, Group, History, Kind, NewEntry
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.classify import Waiting
 from coatcheck.worker.engine.context import Context
-from coatcheck.worker.engine.grouping import groups_of
-from coatcheck.worker.engine.journal import Ledger
+from coatcheck.worker.engine.journal import Ledger, Slot, Wait, groups_of
 from coatcheck.worker.engine.keys import Entry, Wanted, value_of
 from coatcheck.worker.engine.run_port import (
     NO_CHANGES,
@@ -40,18 +39,17 @@ from coatcheck.worker.engine.run_port import (
     Cancelled,
     Finished,
     Held,
-    Host,
     Outcome,
     Parked,
     Raised,
+    RunPort,
     Superseded,
 )
 from coatcheck.worker.engine.steps import Steps
-from coatcheck.worker.engine.timeouts import Clocks
-from coatcheck.worker.engine.timers import Timers
+from coatcheck.worker.engine.timeouts import Clocks, Timers
 from coatcheck.worker.engine.tracking import (
     MAX_PUT_DOWNS,
-    NOBODY,
+    NO_OWNER,
     Driver,
     Durable,
     PutDown,
@@ -60,7 +58,6 @@ from coatcheck.worker.engine.tracking import (
     ensure_factory,
     is_put_down,
 )
-from coatcheck.worker.engine.waits import Slot, Wait
 from coatcheck.worker.engine.work import StepWork
 
 __all__ = ["Run"]
@@ -97,7 +94,7 @@ class Run:
 
     def __init__(
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
-        invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, host: Host,
+        invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, port: RunPort,
         caller: Caller | None = None, deadline_at: datetime | None = None,
         defaults: CallDefaults | None = None, log: Any = None, now: Callable[[], datetime] | None = None,
     ) -> None:  # fmt: skip
@@ -110,7 +107,7 @@ class Run:
         self.defaults = defaults or CallDefaults()
         self.now = now or partial(datetime.now, UTC)
         self.log = _log if log is None else log
-        self.host = host
+        self.port = port
         self.ledger = Ledger(history, classify.caller_line)
         self.tracker: Tracker
         self._timers: Timers | None = None
@@ -135,7 +132,7 @@ class Run:
     async def execute(self) -> Outcome:
         """Run the handler until it finishes, raises, is parked, held, abandoned or cancelled.
 
-        Raises what `host.commit` or `host.before_first_effect` raised, after the run was put down. Cancelling the
+        Raises what `port.commit` or `port.before_first_effect` raised, after the run was put down. Cancelling the
         awaiting task puts the run down too.
         """
         if self._verdict is not None or self._cancel_reason is not None:
@@ -161,7 +158,7 @@ class Run:
     def deliver(self, news: Sequence[Recorded]) -> None:
         """Take in calls that have ended, sorted by sequence. Known ones are ignored, so repeating it is safe.
 
-        Must not skip: whatever has a lower sequence than the news is among them or was told before.
+        Must not skip: all that has a lower sequence than the news is among them or was told before.
         """
         if self._is_committing:
             self._late.extend(news)  # the commit may have got lower numbers than these; it returns them first
@@ -169,11 +166,11 @@ class Run:
             self._learn(news)
 
     def abandon(self) -> None:
-        """Put the run down now and write nothing: the task belongs to somebody else."""
+        """Put the run down now and write nothing: the task belongs to another replica."""
         self._rule(Abandoned())
 
     def cancel(self, reason: str) -> None:
-        """Cancel the handler as asyncio would; whatever durable it tries raises. Nothing more is written."""
+        """Cancel the handler as asyncio would; durable work that it tries raises. Nothing more is written."""
         if self._verdict is None and self._cancel_reason is None:
             self._cancel_reason = reason
             if self._root is not None:
@@ -220,11 +217,11 @@ class Run:
         """Commit, then take the news. A run that has ended meanwhile keeps its end, unless it is parked."""
         self._is_committing = True
         try:
-            committed = await self.host.commit(changes)
+            committed = await self.port.commit(changes)
         except Superseded:
             self._rule(Abandoned(), is_final=True)
             return
-        except Exception as error:  # noqa: BLE001 - whatever the host raises comes out of execute()
+        except Exception as error:  # noqa: BLE001 - what the port raises comes out of execute()
             self._rule(error, is_final=True)
             return
         finally:
@@ -236,7 +233,7 @@ class Run:
         self._late.clear()
         self._learn(news)
         if changes.waits is not None and not news:
-            self._refused_at = self.tracker.moves  # the host keeps it in RAM: asking again changes nothing
+            self._refused_at = self.tracker.moves  # the port keeps it in RAM: asking again changes nothing
 
     def _freeze(self, waits: tuple[Group, ...] | None) -> Changes:
         if self._timers is not None:
@@ -287,9 +284,9 @@ class Run:
     def _let_go(self) -> None:
         """Untie the parts from each other: the run's end frees them then, and no garbage collector must find them."""
         self.tracker.is_over = True
-        self.tracker.owner = NOBODY
+        self.tracker.owner = NO_OWNER
         self._root = self._steps = self._clocks = None
-        del self.host  # nothing is written any more; and a host may know whose run it is
+        del self.port  # nothing is written any more; and the port may hold this run
 
     def _leave_behind(self) -> None:
         for driver in list(self.tracker.live):
@@ -358,7 +355,7 @@ class Run:
         """What runs the steps; made for the first one."""
         if self._steps is None:
             self._steps = Steps(
-                self.tracker.loop, before_first=self.host.before_first_effect, on_entry=self._on_entry,
+                self.tracker.loop, before_first=self.port.before_first_effect, on_entry=self._on_entry,
                 on_error=self._on_error, on_idle=self._wake,
             )  # fmt: skip
         return self._steps

@@ -19,10 +19,10 @@ __all__ = [
     "Cancelled",
     "Finished",
     "Held",
-    "Host",
     "Outcome",
     "Parked",
     "Raised",
+    "RunPort",
     "Superseded",
     "Unfinished",
 ]
@@ -32,7 +32,7 @@ class Superseded(Exception):
     """Another replica owns the task: put the run down and write nothing more."""
 
 
-class Host(Protocol):
+class RunPort(Protocol):
     """The run's way to the rows. A run has at most one commit in flight."""
 
     async def before_first_effect(self) -> None:
@@ -47,11 +47,11 @@ class Host(Protocol):
         The news are counted from the run's `last_seq`, not from what was last read for it: of news that were handed
         to deliver() during a commit the run knows nothing before the commit is over.
 
-        Raises Superseded, or whatever says that the store cannot be reached: the run is put down and execute() raises.
+        Raises Superseded, or the error of a store that cannot be reached: the run is put down and execute() raises.
         """
 
     def progress(self, done: float | None, total: float | None, message: str | None) -> None:
-        """Tell whoever asked for the task how far it is."""
+        """Tell the requesters how far the task is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from coatcheck.worker.retry import Retry
 __all__ = ["CANCELLED_CODE", "Job", "Steps", "name_of_function", "name_of_keyed", "returns_of"]
 
 CANCELLED_CODE = "step_cancelled"
-"""The code of a step that the handler itself cut off. Nobody is given such an entry; it only keeps the step from
+"""The code of a step that the handler itself cut off. Such an entry is not handed out; it only keeps the step from
 starting again on replay."""
 
 
@@ -107,7 +107,7 @@ class Steps:
     async def _run(self, key: str, job: Job) -> None:
         try:
             await self._pass_gate()
-        except Exception as error:  # noqa: BLE001 - the host's word: superseded, or the store cannot be reached
+        except Exception as error:  # noqa: BLE001 - the port's word: superseded, or the store cannot be reached
             self._on_error(error)
             return
         reach("before_step")
@@ -121,14 +121,14 @@ class Steps:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._cut.discard(task)
         if task in self._running.values():
-            # It ended without an entry: nobody of ours cancelled it, so the host refused. The run is ending.
+            # It ended without an entry: we did not cancel it, so the port refused. The run is ending.
             self._running = {key: each for key, each in self._running.items() if each is not task}
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
         self._on_idle()
 
     async def _pass_gate(self) -> None:
-        """Let the host look, once, before anything has an effect."""
+        """Let the port look, once, before anything has an effect."""
         if self._gate is None:
             self._gate = self._make_task(self._before_first())
             self._gate.add_done_callback(lambda _: self._on_idle())
@@ -146,7 +146,7 @@ async def _attempt(key: str, job: Job) -> tuple[NewEntry, BaseException | None]:
     while True:
         try:
             blob = _restorable(await _call(job.function, job.arguments), wanted.name, job.returns)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: its failure is recorded, whatever it is
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: any failure of it is recorded
             delay = None if job.retry is None else job.retry.next_delay(error, attempt)
             if delay is None:
                 return _failure(key, wanted, error), error

@@ -1,4 +1,4 @@
-"""`asyncio.timeout` inside a handler, as a durable timer.
+"""Time in a run: `asyncio.timeout` inside a handler as a durable timer, and what the run itself does later.
 
 `Timeout.__aenter__` asks its task for `cancelling()`; a tracked task takes the timeout over there, before it is armed.
 While the run is live the loop's clock rings it; the ring is recorded, and takes effect at its place in the order of
@@ -17,7 +17,7 @@ from coatcheck.store.rows import CallId, Group, Kind, NewCall, OpenCall, Recorde
 from coatcheck.worker.engine.journal import Ledger
 from coatcheck.worker.engine.keys import NO_DIGEST, Scope
 
-__all__ = ["NAME", "Clock", "Clocks"]
+__all__ = ["NAME", "Clock", "Clocks", "Timers"]
 
 NAME = "@timeout"
 LONGEST_S = timedelta(days=3650).total_seconds()
@@ -147,3 +147,32 @@ class Clocks:
         self._ledger.waiting[clock.key] = clock
         self._ledger.note(clock.key, NAME, None)
         self._on_ring()
+
+
+class Timers:
+    """What a run does later, unless something happens before. Each has a name, and is set once until it has rung."""
+
+    __slots__ = ("_handles", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handles: dict[str, asyncio.TimerHandle] = {}
+
+    def set(self, name: str, delay_s: float, act: Callable[[], object]) -> None:
+        """Do something later, unless that is set already under this name."""
+        if name not in self._handles:
+            self._handles[name] = self._loop.call_later(delay_s, self._ring, name, act)
+
+    def stop(self, name: str) -> None:
+        """Let one not ring any more. Repeating it is harmless."""
+        handle = self._handles.pop(name, None)
+        if handle is not None:
+            handle.cancel()
+
+    def stop_all(self) -> None:
+        for name in list(self._handles):
+            self.stop(name)
+
+    def _ring(self, name: str, act: Callable[[], object]) -> None:
+        del self._handles[name]
+        act()

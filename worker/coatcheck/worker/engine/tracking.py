@@ -2,7 +2,7 @@
 
 A run's handler and every task made inside it are `Tracked` tasks. The coroutine of each is a `Driver`, which passes
 everything between asyncio and the user's coroutine and so sees the future each branch waits on. A `Tracker` holds the
-drivers of one run; it tells its owner when the run is quiet: nothing will move unless somebody from outside acts.
+drivers of one run; it tells its owner when the run is quiet: nothing will move unless something from outside acts.
 
 Putting down, in this order: the flag `is_putting_down`, then a cancel for every live task, youngest first. The driver
 turns that CancelledError into a PutDown thrown into the user's coroutine, and goes on driving, so that awaited cleanup
@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from coatcheck.errors import UsageError
 from coatcheck.worker.engine.keys import Scope
 
-__all__ = ["NOBODY", "Driver", "Durable", "Joint", "PutDown", "Tracked", "Tracker", "current_driver",
+__all__ = ["NO_OWNER", "Driver", "Durable", "Joint", "PutDown", "Tracked", "Tracker", "current_driver",
            "detached_context", "ensure_factory", "make_untracked", "scope_in"]  # fmt: skip
 
 QUIET_PASSES = 3
@@ -84,14 +84,14 @@ class Joint(asyncio.Future[Any]):
 
 
 class Owner(Protocol):
-    """Whom a tracker reports to."""
+    """What a tracker reports to."""
 
     def on_quiet(self, is_all_durable: bool) -> None: ...
     def on_ended(self, driver: Driver, error: BaseException | None, value: Any) -> None: ...
     def adopt_timeout(self, timeout: asyncio.Timeout, driver: Driver) -> None: ...
 
 
-class _Nobody:
+class _NoOwner:
     """The owner of a tracker whose run is over."""
 
     def on_quiet(self, is_all_durable: bool) -> None:
@@ -104,7 +104,7 @@ class _Nobody:
         pass
 
 
-NOBODY = _Nobody()
+NO_OWNER = _NoOwner()
 _ENDED = object()
 
 
@@ -174,7 +174,7 @@ class Tracker:
 class Batch:
     """The tasks that one `as_completed` makes. It makes them in a set's order, which differs from run to run.
 
-    Nobody but `as_completed` has seen them before their first step, so they can still trade coroutines: then the
+    Only `as_completed` has seen them before their first step, so they can still trade coroutines: then the
     branches start in the order of the list, and are named by their place in it.
     """
 
@@ -261,7 +261,7 @@ class Driver(Coroutine[Any, Any, Any]):
                 raise
             future, value = _ENDED, None  # an error that its own frames hold would never be freed
         if future is _ENDED:
-            # The owner has the error. A cancelled task is the quiet end: nobody is told of one never retrieved.
+            # The owner has the error. A cancelled task is the quiet end: asyncio does not report one never retrieved.
             raise asyncio.CancelledError
         self.waits_on = future
         if type(future) is Durable:

@@ -17,9 +17,9 @@ import msgspec
 from coatcheck.errors import CallFailed, CallTimedOut, JournalMismatch, StepFailed
 from coatcheck.store import blobs
 from coatcheck.store.rows import CallId, CallState, Kind, NewCall, OpenCall, Recorded
+from coatcheck.worker.engine.journal import Slot, Wait
 from coatcheck.worker.engine.keys import NO_DIGEST, Entry, Wanted, value_of
 from coatcheck.worker.engine.tracking import Joint
-from coatcheck.worker.engine.waits import Slot, Wait
 from coatcheck.worker.problems import problem
 from coatcheck.worker.retry import Retry
 
@@ -36,7 +36,7 @@ Steps = Generator[Any, Any, T]
 
 
 class Work(msgspec.Struct, Generic[T], eq=False, weakref=True):
-    """Durable work that nobody has awaited yet. It can be awaited once."""
+    """Durable work that is not awaited yet. It can be awaited once."""
 
     run: Run
     wanted: Wanted
@@ -183,7 +183,7 @@ class CallWork(RowWork[Any], kw_only=True):
         )  # fmt: skip
 
     def _patience(self) -> timedelta:
-        """How long to wait at most. No longer than whoever asked for the task does, but for what clocks may differ."""
+        """How long to wait at most. No longer than the requester of the task does, but for what clocks may differ."""
         deadline_at = self.run.deadline_at
         if deadline_at is None:
             return self.hard
@@ -235,7 +235,7 @@ def _call_error(peer: str, recorded: Recorded) -> CallFailed:
 
 
 def read_problem(recorded: Recorded) -> dict[str, Any]:
-    """The problem document of a failure; whatever else a peer sent becomes its detail."""
+    """The problem document of a failure; anything else a peer sent becomes its detail."""
     if not recorded.value:
         return {}
     document = value_of(recorded)

@@ -7,37 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from coatcheck.broker.bodies import Limits
 from coatcheck.broker.port import Delivery
 from coatcheck.broker.wire import ReplyKind, parse_reply
-from coatcheck.errors import BrokerUnavailable, MalformedMessage, StoreUnavailable
+from coatcheck.errors import BrokerUnavailable, MalformedMessage
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import encode
-from coatcheck.store.rows import (
-    Birth,
-    CallId,
-    CallState,
-    Changes,
-    Committed,
-    Kind,
-    NewCall,
-    Peer,
-    Put,
-    PutDone,
-    PutRefused,
-    Recorded,
-    Request,
-    Ruling,
-)
-from coatcheck.worker.live_runs import Live
-from coatcheck.worker.messages import peer_of_new, to_blob
+from coatcheck.store.rows import CallId, CallState, Changes, Committed, Kind, NewCall, Peer, Recorded
+from coatcheck.worker.messages import to_blob
 from coatcheck.worker.outbox import pause_s
 from coatcheck.worker.problems import problem
-from coatcheck.worker.runtime import Runtime
-from coatcheck.worker.store_host import StoreHost
+
+if TYPE_CHECKING:
+    from coatcheck.worker.task_run import TaskRun
 
 log = get_logger(__name__)
 
@@ -56,7 +41,7 @@ class RamCalls:
         self._waiting.pop(str(call_id), None)
 
     def on_delivery(self, delivery: Delivery) -> None:
-        """Take a reply for a wait in RAM. One nobody waits for any more is late, and dropped."""
+        """Take a reply for a wait in RAM. One that is not waited for any more is late, and dropped."""
         try:
             reply = parse_reply(delivery.message, self._limits)
             on_reply = self._waiting.get(reply.correlation_id or "")
@@ -77,29 +62,19 @@ def _ending(kind: ReplyKind, value: bytes, document: Mapping[str, Any] | None) -
             return None, b""
 
 
-class RamHost:
-    """The host of a run that waits in RAM. It never parks: `commit` opens calls, replies go to the live run."""
+class RamWaits:
+    """The waits of one run in RAM. It never parks: `commit` opens calls, replies go to the live run."""
 
-    def __init__(self, live: Live, runtime: Runtime, calls: RamCalls) -> None:
+    def __init__(self, live: TaskRun) -> None:
         self._live = live
-        self._runtime = runtime
-        self._calls = calls
+        self._runtime = live.runtime
         self._seq = 0
         self._open: dict[CallId, NewCall] = {}
         self._alarms: dict[CallId, list[asyncio.TimerHandle]] = {}
         self._sending: set[asyncio.Task[None]] = set()
-        self._teller = StoreHost(live, runtime)
-
-    @property
-    def recorder(self) -> StoreHost | None:
-        return None
-
-    async def before_first_effect(self) -> None:
-        """Nothing to look up."""
 
     async def commit(self, changes: Changes) -> Committed:
-        """Give entries their place in the order, open calls, and stay. The limits are those of a commit."""
-        self._teller.check_size(changes)
+        """Give entries their place in the order, open calls, and stay."""
         news = [
             Recorded(
                 entry.key,
@@ -120,23 +95,15 @@ class RamHost:
         await self._publish(changes.opens)
         return Committed(is_parked=False, news=tuple(news))
 
-    def progress(self, done: float | None, total: float | None, message: str | None) -> None:
-        self._teller.progress(done, total, message)
-
     async def close(self) -> None:
-        """The run has ended: nobody waits for its leftovers."""
+        """The run has ended: its leftovers are not waited for."""
         for task in self._sending:
             task.cancel()
         for call_id in list(self._open):
             await self._give_up(call_id, "its task ended")
 
     async def _publish(self, opens: tuple[NewCall, ...]) -> None:
-        live, service, now = self._live, self._runtime.app.service, self._runtime.store.now()
-        calls = [
-            peer_of_new(call, now, task_id=live.task_id, service=service, traceparent=live.traceparent)
-            for call in opens
-        ]
-        refused = await self._send(calls)
+        refused = await self._send(self._live.peers_of(opens))
         # Nothing waits for a send, so the task must not end before it left. Calls are waited for, and have their times.
         later = [call for call in refused if call.kind is Kind.CALL]
         if later:
@@ -169,7 +136,7 @@ class RamHost:
     def _watch(self, call: NewCall) -> None:
         self._open[call.call_id] = call
         self._live.open_calls.add(call.call_id)
-        self._calls.add(call.call_id, lambda state, value: self._on_reply(call, state, value))
+        self._runtime.ram_calls.add(call.call_id, lambda state, value: self._on_reply(call, state, value))
         self._arm(call, is_first=True)
 
     def _arm(self, call: NewCall, *, is_first: bool) -> None:
@@ -209,76 +176,14 @@ class RamHost:
             await self._cancel_peer(call, reason)
 
     async def _cancel_peer(self, call: NewCall, reason: str) -> None:
-        live, runtime = self._live, self._runtime
-        peer = peer_of_new(
-            call, runtime.store.now(), task_id=live.task_id, service=runtime.app.service, traceparent=live.traceparent
-        )
         try:
-            await self._runtime.outbox.cancel_calls([peer], reason)
+            await self._runtime.outbox.cancel_calls(self._live.peers_of([call]), reason)
         except BrokerUnavailable as error:
             log.debug("cancel_not_sent", error=str(error))
 
     def _forget(self, call_id: CallId) -> NewCall | None:
         for alarm in self._alarms.pop(call_id, []):
             alarm.cancel()
-        self._calls.remove(call_id)
+        self._runtime.ram_calls.remove(call_id)
         self._live.open_calls.discard(call_id)
         return self._open.pop(call_id, None)
-
-
-class FallingHost(StoreHost):
-    """`preferred`: rows while Postgres answers; a task without a row falls to RAM when it does not, and stays there."""
-
-    def __init__(self, live: Live, runtime: Runtime, calls: RamCalls) -> None:
-        super().__init__(live, runtime)
-        self._calls = calls
-        self._fallen: RamHost | None = None
-
-    @property
-    def recorder(self) -> StoreHost | None:
-        return self if self._fallen is None else None
-
-    async def close(self) -> None:
-        if self._fallen is not None:
-            await self._fallen.close()
-
-    async def before_first_effect(self) -> None:
-        try:
-            await super().before_first_effect()
-        except StoreUnavailable as error:
-            self._fall(error)
-
-    async def _accept(self, birth: Birth) -> Ruling:
-        if not self._runtime.gate.is_open:
-            raise StoreUnavailable("Postgres is away")
-        try:
-            return await self._runtime.store.accept(Request(birth))
-        except StoreUnavailable as error:
-            if not error.is_in_doubt:
-                raise
-        # The row may be there: then only the row may be believed, and it is ours to take again.
-        return await self._runtime.gate.insist(
-            lambda _: self._runtime.store.accept(Request(birth, is_redelivered=True))
-        )
-
-    async def commit(self, changes: Changes) -> Committed:
-        if self._fallen is None:
-            try:
-                return await super().commit(changes)
-            except StoreUnavailable as error:
-                self._fall(error)
-        assert self._fallen is not None
-        return await self._fallen.commit(changes)
-
-    def _write(self, put: Put, *, was_in_doubt: bool = False) -> Awaitable[PutDone | PutRefused]:
-        """Try once for a task without a row: it has elsewhere to go."""
-        if put.birth is None:
-            return super()._write(put, was_in_doubt=was_in_doubt)
-        return self._write_at_once(put)
-
-    def _fall(self, error: StoreUnavailable) -> None:
-        self._runtime.gate.close(error)
-        log.warning("task_fell_to_ram", error=str(error))
-        self._runtime.metrics.in_ram.inc()
-        self._live.is_in_ram = True
-        self._fallen = RamHost(self._live, self._runtime, self._calls)

@@ -1,4 +1,4 @@
-"""A host in RAM for one task: rows as the store would keep them, replies as a test wants them.
+"""A port in RAM for one task: rows as the store would keep them, replies as a test wants them.
 
 It follows the rules the store follows: sequence numbers under one lock, news since the last look, groups looked at
 again at every put-down, nothing written for an epoch that is over.
@@ -69,8 +69,8 @@ class Rows:
         return [key for key, call in self.open_calls.items() if call.call_id in wanted]
 
 
-class FakeHost:
-    """The host of one run. `parks=False` is the mode that keeps waiting tasks in RAM."""
+class FakePort:
+    """The port of one run. `parks=False` is the mode that keeps waiting tasks in RAM."""
 
     def __init__(self, rows: Rows, *, parks: bool = True) -> None:
         self.rows = rows
@@ -174,17 +174,17 @@ class Desk:
         self.runs = 0
         self.log = log if log is not None else LogList()
         self.run: Run
-        self.host: FakeHost
+        self.port: FakePort
 
     def begin(self) -> Run:
         """A new run on what the rows know."""
         self.rows.is_parked = False
-        self.host = FakeHost(self.rows, parks=self.parks)
+        self.port = FakePort(self.rows, parks=self.parks)
         self.run = Run(
             task_id=self.task_id, identity="id", attempt=1, version="1", invoke=self.handler,
-            history=self.rows.history(), host=self.host, log=self.log,
+            history=self.rows.history(), port=self.port, log=self.log,
         )  # fmt: skip
-        self.host.run = self.run
+        self.port.run = self.run
         self.runs += 1
         return self.run
 
