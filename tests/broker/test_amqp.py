@@ -33,7 +33,7 @@ from coatcheck.broker import (
 )
 from coatcheck.broker.amqp import codec
 from coatcheck.broker.amqp.broker import AmqpBroker
-from coatcheck.broker.amqp.connection import Link, genuine
+from coatcheck.broker.amqp.connection import AmqpLink, genuine
 from coatcheck.broker.amqp.consumer import AmqpConsumer
 from coatcheck.broker.amqp.publish_channel import Lane
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, UsageError
@@ -934,7 +934,7 @@ def test_service_names_that_would_collide_are_refused(service: str) -> None:
 
 async def test_link_that_was_stuck_is_a_lost_connection_and_no_cancellation() -> None:
     """aiormq ends a connection it hears nothing of by a cancellation, which nobody may take for one of our own."""
-    link = Link("publish", BrokerStats())
+    link = AmqpLink("publish", BrokerStats())
     closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     closing.set_exception(asyncio.CancelledError())
 
@@ -957,13 +957,13 @@ async def test_no_more_than_a_window_is_unconfirmed(
     monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 7)
     broker = await started(amqp, service_name)
     await send(broker, service_name, b"first")
-    lane, seen, write = lane_of(broker), list[int](), Link.write
+    lane, seen, write = lane_of(broker), list[int](), AmqpLink.write
 
-    def noting(link: Link, frames: bytes) -> None:
+    def noting(link: AmqpLink, frames: bytes) -> None:
         seen.append(len(lane._unconfirmed))
         write(link, frames)
 
-    monkeypatch.setattr(Link, "write", noting)
+    monkeypatch.setattr(AmqpLink, "write", noting)
 
     assert await send(broker, service_name, *[b"x"] * 300) == [Routing.ROUTED] * 300
 

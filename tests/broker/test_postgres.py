@@ -19,7 +19,7 @@ from coatcheck.broker import Message, Names, Outgoing, Routing, connect
 from coatcheck.broker.headers import BROKEN
 from coatcheck.broker.postgres import receiver
 from coatcheck.broker.postgres.codec import encode_head
-from coatcheck.broker.postgres.statements import NAMESPACE
+from coatcheck.broker.postgres.sql import NAMESPACE
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, UsageError
 
 Start = Callable[..., Awaitable[Process]]

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 
 from aiormq.exceptions import ConnectionInternalError
 
-from coatcheck.broker.amqp.address import AmqpAddress
-from coatcheck.broker.amqp.connection import Link, Uplink, translating
+from coatcheck.broker.amqp.connection import AmqpAddress, AmqpLink, AmqpUplink, translating
 from coatcheck.broker.amqp.publish_channel import Attempt, Fate, Lane
-from coatcheck.broker.amqp.publisher import Publisher
+from coatcheck.broker.amqp.publisher import AmqpPublisher
 from coatcheck.broker.port import BrokerStats, Outgoing, Routing
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import REPLY_PSEUDO_QUEUE
@@ -54,8 +53,8 @@ class DirectReplies:
         self._address = address
         self._settings = settings
         self._stats = stats
-        self._uplink = Uplink(address, settings, role="reply", stats=stats)
-        self._publisher = Publisher(self._uplink, settings, stats)
+        self._uplink = AmqpUplink(address, settings, role="reply", stats=stats)
+        self._publisher = AmqpPublisher(self._uplink, settings, stats)
         self._proven: dict[str, None] = {}
         self._suspicious_until_s = 0.0
         self._suspect_count = 0
@@ -107,7 +106,7 @@ class DirectReplies:
     async def _publish_alone(self, outgoing: Outgoing) -> Routing:
         timeout_s = self._settings.publish_timeout.total_seconds()
         async with translating(f"publish to {outgoing.to!r}"), asyncio.timeout(timeout_s):
-            link = await Link.open(self._address, self._settings, role="probe", stats=self._stats)
+            link = await AmqpLink.open(self._address, self._settings, role="probe", stats=self._stats)
             try:
                 channel = await link.channel(confirms=True, timeout_s=timeout_s)
                 fates: list[Fate | None] = [None]

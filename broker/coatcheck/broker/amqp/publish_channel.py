@@ -28,8 +28,8 @@ from aiormq.channel import Channel
 from aiormq.exceptions import ChannelNotFoundEntity
 
 from coatcheck.broker.amqp import codec
-from coatcheck.broker.amqp.connection import Link
-from coatcheck.broker.amqp.socket import Receiver
+from coatcheck.broker.amqp.connection import AmqpLink
+from coatcheck.broker.amqp.socket import ChannelReceiver
 from coatcheck.broker.port import Message, Outgoing, Routing, new_message_id
 from coatcheck.broker.topology import REPLY_PSEUDO_QUEUE
 from coatcheck.points import reach
@@ -84,12 +84,12 @@ class _Sending(msgspec.Struct, eq=False):
     is_returned: bool = False
 
 
-class Lane(Receiver):
+class Lane(ChannelReceiver):
     """Publishes on one channel, to one exchange. `timeout_s`: without any confirm for so long, the link is stuck."""
 
     takes = frozenset({codec.RETURN, codec.ACK, codec.NACK})
 
-    def __init__(self, link: Link, channel: Channel, exchange: str, *, timeout_s: float) -> None:
+    def __init__(self, link: AmqpLink, channel: Channel, exchange: str, *, timeout_s: float) -> None:
         self.link = link
         self.is_lost = False
         self._number = channel.number

@@ -14,7 +14,7 @@ from typing import cast
 
 from aiormq.exceptions import ConnectionInternalError
 
-from coatcheck.broker.amqp.connection import DRIVER_ERRORS, Link, Uplink, describe, is_channel_error
+from coatcheck.broker.amqp.connection import DRIVER_ERRORS, AmqpLink, AmqpUplink, describe, is_channel_error
 from coatcheck.broker.amqp.publish_channel import Attempt, Fate, Lane
 from coatcheck.broker.background import reap, wait_first
 from coatcheck.broker.headers import REASON
@@ -29,10 +29,10 @@ _MAX_NAME_BYTES = 255
 _RETRY_PAUSE_S = 0.05
 
 
-class Publisher:
+class AmqpPublisher:
     """Publishes over one uplink. Safe for concurrent callers; they share the channel, not the waiting."""
 
-    def __init__(self, uplink: Uplink, settings: BrokerSettings, stats: BrokerStats) -> None:
+    def __init__(self, uplink: AmqpUplink, settings: BrokerSettings, stats: BrokerStats) -> None:
         self._uplink = uplink
         self._settings = settings
         self._stats = stats
@@ -82,7 +82,7 @@ class Publisher:
         if failure is not None:
             await self._pause_or_fail(failure, deadline)
 
-    async def _get_link(self, deadline: float) -> Link:
+    async def _get_link(self, deadline: float) -> AmqpLink:
         loop = asyncio.get_running_loop()
         try:
             link = await self._uplink.get(deadline - loop.time())
@@ -113,7 +113,7 @@ class Publisher:
 
     # --- lanes ---
 
-    async def _get_lane(self, link: Link, exchange: str, *, deadline: float) -> Lane:
+    async def _get_lane(self, link: AmqpLink, exchange: str, *, deadline: float) -> Lane:
         opening = self._lanes.get(exchange)
         if opening is None or not _is_usable(opening, link):
             # In a task of its own: a cancelled open would close the channel under the others who wait for it.
@@ -128,12 +128,12 @@ class Publisher:
             raise ConnectionError("the publisher was stopped")
         return opening.result()
 
-    async def _open_lane(self, link: Link, exchange: str) -> Lane:
+    async def _open_lane(self, link: AmqpLink, exchange: str) -> Lane:
         channel = await link.channel(confirms=True, timeout_s=self._settings.rpc_timeout.total_seconds())
         return Lane(link, channel, exchange, timeout_s=self._settings.publish_timeout.total_seconds())
 
 
-def _is_usable(opening: asyncio.Task[Lane], link: Link) -> bool:
+def _is_usable(opening: asyncio.Task[Lane], link: AmqpLink) -> bool:
     if not opening.done():
         return not link.lost.is_set()
     if opening.cancelled() or opening.exception() is not None:

@@ -17,8 +17,8 @@ from coatcheck.broker.background import reap
 from coatcheck.broker.headers import REASON
 from coatcheck.broker.port import BrokerStats, Outgoing, Routing, count_routings
 from coatcheck.broker.postgres.codec import encode_head, is_nameable
-from coatcheck.broker.postgres.link import DRIVER_ERRORS, Link, Uplink, describe
-from coatcheck.broker.postgres.statements import PUBLISH
+from coatcheck.broker.postgres.connection import DRIVER_ERRORS, PostgresLink, PostgresUplink, describe
+from coatcheck.broker.postgres.sql import SQL
 from coatcheck.broker.settings import MEBIBYTE, BrokerSettings
 from coatcheck.errors import BrokerUnavailable, CoatcheckError, MalformedMessage, OversizedMessage
 from coatcheck.points import reach
@@ -44,10 +44,10 @@ class _Waiting:
             self.routings.set_exception(error)
 
 
-class Publisher:
+class PostgresPublisher:
     """Publishes over one uplink. Safe for concurrent callers."""
 
-    def __init__(self, uplink: Uplink, settings: BrokerSettings, stats: BrokerStats) -> None:
+    def __init__(self, uplink: PostgresUplink, settings: BrokerSettings, stats: BrokerStats) -> None:
         self._uplink = uplink
         self._settings = settings
         self._stats = stats
@@ -117,14 +117,14 @@ class Publisher:
                 together.append(first)
         return together
 
-    async def _send(self, link: Link, together: Sequence[_Waiting]) -> None:
+    async def _send(self, link: PostgresLink, together: Sequence[_Waiting]) -> None:
         batch = [outgoing for waiting in together for outgoing in waiting.batch]
         places = [place for place, outgoing in enumerate(batch) if is_nameable(outgoing.to)]
         sent = [batch[place] for place in places]
         heads = [head for waiting in together for head in waiting.heads]
         try:
             (answer,) = await link.fetch(
-                PUBLISH,
+                SQL["publish"],
                 places,
                 [outgoing.to for outgoing in sent],
                 [outgoing.is_broadcast for outgoing in sent],
@@ -145,7 +145,7 @@ class Publisher:
             if not waiting.routings.done():
                 waiting.routings.set_result(mine)
 
-    async def _on_failed(self, link: Link, together: Sequence[_Waiting], exc: Exception) -> None:
+    async def _on_failed(self, link: PostgresLink, together: Sequence[_Waiting], exc: Exception) -> None:
         """Tell the callers. What the server refuses to store is refused alone: its neighbours are sent without it."""
         is_refusal = isinstance(exc, _REFUSALS)
         if is_refusal or isinstance(exc, asyncpg.DataError):
@@ -164,7 +164,7 @@ class Publisher:
             error.__cause__ = exc
             waiting.fail(error)
 
-    async def _send_halves(self, link: Link, waiting: _Waiting) -> None:
+    async def _send_halves(self, link: PostgresLink, waiting: _Waiting) -> None:
         """Find the messages of a batch that are refused: each alone in the end, its neighbours sent without it."""
         middle = len(waiting.batch) // 2
         if middle == 0:
