@@ -35,7 +35,7 @@ from coatcheck.broker.amqp import codec
 from coatcheck.broker.amqp.broker import AmqpBroker
 from coatcheck.broker.amqp.connection import AmqpLink, genuine
 from coatcheck.broker.amqp.consumer import AmqpConsumer
-from coatcheck.broker.amqp.publish_channel import Lane
+from coatcheck.broker.amqp.publisher import Lane
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, UsageError
 
 
@@ -226,7 +226,7 @@ def deafen(monkeypatch: pytest.MonkeyPatch, *queues: str) -> None:
 async def test_queue_that_never_confirms_holds_up_nobody_and_refuses_in_the_end(
     amqp: Rig, service_names: ServiceNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 10)
+    monkeypatch.setattr("coatcheck.broker.amqp.publisher.WINDOW_COUNT", 10)
     there, deaf = service_names.new("there"), service_names.new("deaf")
     broker = await started(amqp, there, publish_timeout=4)
     await broker.declare_service(deaf)
@@ -948,13 +948,13 @@ async def test_link_that_was_stuck_is_a_lost_connection_and_no_cancellation() ->
 
 
 def lane_of(broker: AmqpBroker) -> Lane:
-    return broker._publisher._lanes[""].result()
+    return broker._publisher._lanes[""]
 
 
 async def test_no_more_than_a_window_is_unconfirmed(
     amqp: Rig, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 7)
+    monkeypatch.setattr("coatcheck.broker.amqp.publisher.WINDOW_COUNT", 7)
     broker = await started(amqp, service_name)
     await send(broker, service_name, b"first")
     lane, seen, write = lane_of(broker), list[int](), AmqpLink.write
@@ -974,7 +974,7 @@ async def test_no_more_than_a_window_is_unconfirmed(
 async def test_publisher_holds_back_what_the_socket_does_not_take(
     amqp: Rig, proxy: Proxy, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_BYTES", 1 << 40)
+    monkeypatch.setattr("coatcheck.broker.amqp.publisher.WINDOW_BYTES", 1 << 40)
     broker = await started(amqp, service_name, publish_timeout=30)
     await send(broker, service_name, b"first")
     lane, bodies = lane_of(broker), [b"x" * 500_000] * 60
@@ -993,7 +993,7 @@ async def test_publisher_holds_back_what_the_socket_does_not_take(
 async def test_slow_broker_is_not_taken_for_a_dead_one(
     amqp: Rig, proxy: Proxy, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 1)
+    monkeypatch.setattr("coatcheck.broker.amqp.publisher.WINDOW_COUNT", 1)
     broker = await started(amqp, service_name, publish_timeout=1)
     await send(broker, service_name, b"first")
     proxy.delay_s = 0.05

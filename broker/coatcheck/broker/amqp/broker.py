@@ -9,6 +9,7 @@ nothing else may hang on that.
 from __future__ import annotations
 
 import asyncio
+from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -24,10 +25,10 @@ from coatcheck.broker.amqp.publisher import AmqpPublisher
 from coatcheck.broker.amqp.queues import AmqpQueues, Declaration
 from coatcheck.broker.amqp.session import AmqpSession
 from coatcheck.broker.background import reap, spawn
-from coatcheck.broker.port import Broker, BrokerStats, Consumer, Delivery, Outgoing, Routing
+from coatcheck.broker.port import Broker, BrokerStats, Consumer, Delivery, Outgoing, Routing, failed
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import Names
-from coatcheck.errors import BrokerUnavailable, InvalidSettings, UsageError
+from coatcheck.errors import BrokerUnavailable, CoatcheckError, InvalidSettings, UsageError
 from coatcheck.log import get_logger
 
 log = get_logger(__name__)
@@ -41,6 +42,7 @@ class AmqpBroker(Broker):
 
     def __init__(self, url: str, settings: BrokerSettings) -> None:
         self.stats = BrokerStats()
+        self.max_body = settings.max_body
         self._settings = settings
         self._rpc_s = settings.rpc_timeout.total_seconds()
         address = AmqpAddress.parse(url)
@@ -156,31 +158,31 @@ class AmqpBroker(Broker):
         self._consumers.append(consumer)
         return consumer
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-        if any(outgoing.delay is not None for outgoing in batch):
+    def publish_soon(self, batch: Sequence[Outgoing]) -> list[Future[Routing]]:
+        return [self._publish(outgoing) for outgoing in batch]
+
+    def _publish(self, outgoing: Outgoing) -> Future[Routing]:
+        try:
+            self.check(outgoing)
+            if self._watchdog is None:
+                raise BrokerUnavailable("publish: not started")
+        except CoatcheckError as error:
+            return failed(error)
+        if is_direct_reply(outgoing):
+            return self._direct_replies.publish(outgoing)
+        return self._publisher.publish(outgoing)
+
+    def check(self, outgoing: Outgoing) -> None:
+        super().check(outgoing)
+        if outgoing.delay is not None:
             raise UsageError("RabbitMQ has no delayed messages; to wait, use ctx.sleep in a task")
-        direct = [outgoing for outgoing in batch if is_direct_reply(outgoing)]
-        if not direct:
-            return await self._publisher.publish(batch)
-        if self._watchdog is None:
-            raise BrokerUnavailable("publish: not started")
-        others = [outgoing for outgoing in batch if not is_direct_reply(outgoing)]
-        # Both are awaited, whatever happens to either: each message gets its chance before the batch fails.
-        outcomes = await asyncio.gather(
-            self._publisher.publish(others), self._direct_replies.publish(direct), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        to_others, to_direct = (iter(outcome) for outcome in outcomes if not isinstance(outcome, BaseException))
-        return [next(to_direct if is_direct_reply(outgoing) else to_others) for outgoing in batch]
 
     @asynccontextmanager
     async def browse(self, queue: str, limit: int) -> AsyncIterator[list[Delivery]]:
         async with translating(f"browse {queue!r}"):
             link = await self._consuming.get(self._rpc_s)
             channel = await link.channel(timeout_s=self._rpc_s)
-            session = AmqpSession(link, channel, queue, self.stats, max_body=self._settings.max_body)
+            session = AmqpSession(link, channel, queue, self.stats, max_body=self.max_body)
         try:
             deliveries: list[Delivery] = []
             async with translating(f"browse {queue!r}"):

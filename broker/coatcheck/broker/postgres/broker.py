@@ -8,6 +8,7 @@ of them comes again, and that is what an unacked message does anyway.
 from __future__ import annotations
 
 import asyncio
+from asyncio import Future
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TypeVar
 import asyncpg
 
 from coatcheck.broker import topology
-from coatcheck.broker.port import Broker, BrokerStats, Consumer, Delivery, Outgoing, Routing
+from coatcheck.broker.port import Broker, BrokerStats, Consumer, Delivery, Outgoing, Routing, failed
 from coatcheck.broker.postgres.codec import is_nameable
 from coatcheck.broker.postgres.connection import DRIVER_ERRORS, PostgresAddress, PostgresUplink, translating
 from coatcheck.broker.postgres.consumer import Holding, PostgresConsumer, PostgresSession, limit_bodies
@@ -26,7 +27,7 @@ from coatcheck.broker.postgres.receiver import PostgresReceiver, clear_all
 from coatcheck.broker.postgres.sql import SQL
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import Names
-from coatcheck.errors import BrokerUnavailable, InvalidSettings, UsageError
+from coatcheck.errors import BrokerUnavailable, CoatcheckError, InvalidSettings, UsageError
 from coatcheck.log import get_logger
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class PostgresBroker(Broker):
 
     def __init__(self, url: str, settings: BrokerSettings) -> None:
         self.stats = BrokerStats()
+        self.max_body = settings.max_body
         self._settings = settings
         address = PostgresAddress.parse(url)
         self._publishing = PostgresUplink(
@@ -226,8 +228,15 @@ class PostgresBroker(Broker):
             raise
         return consumer
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-        return await self._publisher.publish(batch)
+    def publish_soon(self, batch: Sequence[Outgoing]) -> list[Future[Routing]]:
+        return [self._publish(outgoing) for outgoing in batch]
+
+    def _publish(self, outgoing: Outgoing) -> Future[Routing]:
+        try:
+            self.check(outgoing)
+            return self._publisher.publish(outgoing)
+        except CoatcheckError as error:
+            return failed(error)
 
     @asynccontextmanager
     async def browse(self, queue: str, limit: int) -> AsyncIterator[list[Delivery]]:
