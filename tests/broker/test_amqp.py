@@ -557,6 +557,22 @@ async def test_cancelled_start_leaves_nothing_behind(proxy: Proxy) -> None:
     assert not {task for task in asyncio.all_tasks() - before if task.get_name().startswith("broker-")}
 
 
+async def test_looking_at_queues_leaves_nothing_on_the_connection(amqp: Rig, service_name: str) -> None:
+    """A connection lives for months. RabbitMQ closes the channel on which a queue is missed."""
+    broker = await started(amqp, service_name)
+    link = broker._consuming.link
+    assert link is not None
+    assert link._driver is not None
+    before = len(link._driver.closing._callbacks)
+
+    for _ in range(50):
+        assert await broker.depth(f"{service_name}.nowhere") is None
+        assert await broker.depth(service_name) == 0
+
+    assert len(link._driver.closing._callbacks) == before
+    assert not link._driver.channels
+
+
 async def test_stop_leaves_no_tasks(amqp: Rig, service_name: str) -> None:
     before = asyncio.all_tasks()
     broker, inbox = await started(amqp, service_name), Inbox()

@@ -13,7 +13,7 @@ from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from aiormq.channel import Channel
+import aio_pika
 from aiormq.exceptions import ChannelNotFoundEntity
 from pamqp.commands import Queue
 
@@ -164,13 +164,13 @@ class AmqpBroker(Broker):
     def _publish(self, outgoing: Outgoing) -> Future[Routing]:
         try:
             self.check(outgoing)
-            if self._watchdog is None:
-                raise BrokerUnavailable("publish: not started")
         except CoatcheckError as error:
             return failed(error)
-        if is_direct_reply(outgoing):
-            return self._direct_replies.publish(outgoing)
-        return self._publisher.publish(outgoing)
+        if not is_direct_reply(outgoing):
+            return self._publisher.publish(outgoing)
+        if self._watchdog is None:
+            return failed(BrokerUnavailable("publish: not started"))
+        return self._direct_replies.publish(outgoing)
 
     def check(self, outgoing: Outgoing) -> None:
         super().check(outgoing)
@@ -219,18 +219,18 @@ class AmqpBroker(Broker):
         return None if found is None else found.consumer_count
 
     async def _look(self, queue: str, what: str) -> Queue.DeclareOk | None:
-        async def look(channel: Channel) -> Queue.DeclareOk | None:
+        async def look(channel: aio_pika.Channel) -> Queue.DeclareOk | None:
             try:
-                return await channel.queue_declare(queue, passive=True)
+                return (await channel.declare_queue(queue, passive=True)).declaration_result
             except ChannelNotFoundEntity:
                 return None
 
         return await self._consuming.on_channel(look, what)
 
     async def purge(self, queue: str) -> None:
-        async def purge(channel: Channel) -> None:
+        async def purge(channel: aio_pika.Channel) -> None:
             with suppress(ChannelNotFoundEntity):
-                await channel.queue_purge(queue)
+                await (await channel.declare_queue(queue, passive=True)).purge()
 
         await self._consuming.on_channel(purge, f"purge {queue!r}")
 

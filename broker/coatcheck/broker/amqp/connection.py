@@ -5,8 +5,9 @@
 
 A link is lost once and for good. What used it finds its `lost` event set, drops what hung on it, and asks the uplink
 for another. Nothing is carried over, so nothing can be carried over wrongly; that is why aio-pika's robust layer is not
-used: it reopens channels under deliveries that belong to the old ones. We stand on its driver, aiormq, alone, and only
-for what is not a message: see `socket.py`.
+used: it reopens channels under deliveries that belong to the old ones. Its plain connection is: it opens ours, and the
+channels on which queues are declared and looked at. Messages go past it, on channels of its driver, aiormq: see
+`socket.py` and docs/decisions/0017.
 
 The options of an address are those RabbitMQ itself documents for AMQP URIs: `cacertfile`, `certfile`, `keyfile` and
 `verify` (`verify_peer`, the default, or `verify_none`).
@@ -22,6 +23,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+import aio_pika
 import aiormq
 from aiormq.channel import Channel
 from aiormq.connection import Connection
@@ -186,7 +188,8 @@ class AmqpLink:
         self.reason = ""
         self.error: BaseException | None = None
         self._on_lost: list[Callable[[], None]] = []
-        self._connection: Connection | None = None
+        self._connection: aio_pika.Connection | None = None
+        self._driver: Connection | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._factory: WireFactory | None = None
 
@@ -195,25 +198,27 @@ class AmqpLink:
         """Connect, handshake included. Raises a driver error after `connect_timeout`."""
         link = cls(role, stats)
         link._factory = WireFactory(address.context, on_alarm=link._on_alarm, on_violation=link.abort)
-        connection = Connection(
+        connection = aio_pika.Connection(
             address.url.with_query(
                 heartbeat=str(int(settings.heartbeat.total_seconds())), name=f"{settings.name} {role}"
             ),
-            context=address.context,
-            transport_factory=link._factory,
+            ssl_context=address.context,
         )
+        connection.kwargs["transport_factory"] = link._factory
         try:
             async with asyncio.timeout(settings.connect_timeout.total_seconds()):
                 await genuine(connection.connect())
-            _check_capabilities(connection)
+            driver = _get_driver(connection)
+            _check_capabilities(driver)
         except BaseException as exc:
             link._hang_up()
+            await _discard(connection)
             if link.lost.is_set() and isinstance(exc, Exception):  # the driver sees the end of it, not the cause
                 raise ConnectionError(link.reason) from exc
             raise
-        link._connection = connection
-        link.frame_max = connection.connection_tune.frame_max or 0
-        connection.closing.add_done_callback(link._on_closed)
+        link._connection, link._driver = connection, driver
+        link.frame_max = driver.connection_tune.frame_max or 0
+        driver.closing.add_done_callback(link._on_closed)
         return link
 
     @property
@@ -232,29 +237,44 @@ class AmqpLink:
         channel.closing.add_done_callback(lambda _: self.wire.detach(channel.number, receiver))
 
     async def channel(self, *, confirms: bool = False, timeout_s: float) -> Channel:
-        """Open a channel. Cancelling or timing out closes that channel, and no other."""
-        assert self._connection is not None
-        if self.lost.is_set():
-            raise ConnectionError(f"the connection is lost: {self.reason}")
-        # The lowest that is free: left to itself the driver counts up, past what a broker may allow.
-        number = next(number for number in itertools.count(1) if number not in self._connection.channels)
-        opening = self._connection.channel(number, publisher_confirms=confirms, timeout=timeout_s)
-        channel = await genuine(opening)
+        """Open a channel for messages. Cancelling or timing out closes that channel, and no other."""
+        driver, number = self._get_free_number()
+        channel = await genuine(driver.channel(number, publisher_confirms=confirms, timeout=timeout_s))
         assert isinstance(channel, Channel)
         return channel
 
-    async def close_channel(self, channel: Channel, *, timeout_s: float) -> None:
-        """Close a channel; what is unacked on it goes back. Whoever is cancelled leaves, the closing goes on."""
+    async def tool_channel(self) -> aio_pika.Channel:
+        """Open a channel for what is not a message. Cancelling or timing out closes that channel, and no other."""
+        _, number = self._get_free_number()
+        assert self._connection is not None
+        channel = self._connection.channel(number, publisher_confirms=False)
+        assert isinstance(channel, aio_pika.Channel)
+        await genuine(channel.initialize())
+        return channel
+
+    def _get_free_number(self) -> tuple[Connection, int]:
+        """The lowest that is free: left to itself the driver counts up, past what a broker may allow."""
+        assert self._driver is not None
+        if self.lost.is_set():
+            raise ConnectionError(f"the connection is lost: {self.reason}")
+        return self._driver, next(number for number in itertools.count(1) if number not in self._driver.channels)
+
+    async def close_channel(self, channel: Channel | aio_pika.Channel, *, timeout_s: float) -> None:
+        """Close a channel; what is unacked on it goes back. A caller that is cancelled leaves, the closing goes on."""
         await asyncio.wait([self.begin_closing(channel, timeout_s=timeout_s)])
 
-    def begin_closing(self, channel: Channel, *, timeout_s: float) -> asyncio.Task[None]:
+    def begin_closing(self, channel: Channel | aio_pika.Channel, *, timeout_s: float) -> asyncio.Task[None]:
         """Close a channel in a task of its own: cancelled half way, the driver would close it twice, and the broker
         answers that by closing the connection.
         """
 
         async def close() -> None:
             with suppress(*DRIVER_ERRORS):
-                await genuine(channel.close(timeout=timeout_s))
+                if isinstance(channel, Channel):
+                    await genuine(channel.close(timeout=timeout_s))
+                else:
+                    async with asyncio.timeout(timeout_s):
+                        await genuine(channel.close())
 
         closing = spawn(close(), f"broker-channel-{channel.number}")
         self._closing.add(closing)
@@ -300,6 +320,7 @@ class AmqpLink:
             async with asyncio.timeout(_HARD_CLOSE_AFTER_S):
                 await genuine(self._connection.close())
         self._hang_up()
+        await _discard(self._connection)
         for closing in tuple(self._closing):
             await reap(closing)
 
@@ -323,6 +344,20 @@ class AmqpLink:
             for callback in callbacks:
                 callback()
         self.unblocked.set()  # nobody waits for a connection that is gone
+
+
+def _get_driver(connection: aio_pika.Connection) -> Connection:
+    """The driver's connection under aio-pika's."""
+    assert connection.transport is not None
+    driver = connection.transport.connection
+    assert isinstance(driver, Connection)
+    return driver
+
+
+async def _discard(connection: aio_pika.Connection) -> None:
+    """Let aio-pika know that a connection is closed, or it closes it in a task of its own when it is collected."""
+    connection.transport = None
+    await connection.close()
 
 
 def _check_capabilities(connection: Connection) -> None:
@@ -355,7 +390,7 @@ class AmqpUplink(Uplink[AmqpLink]):
             await self.stop()
             raise
 
-    async def on_channel(self, work: Callable[[Channel], Awaitable[T]], what: str) -> T:
+    async def on_channel(self, work: Callable[[aio_pika.Channel], Awaitable[T]], what: str) -> T:
         """Do something on a channel made for it alone, under one time limit.
 
         Raises `BrokerUnavailable`, or `UsageError` for a queue name that AMQP cannot carry.
@@ -364,7 +399,7 @@ class AmqpUplink(Uplink[AmqpLink]):
         async with translating(what):
             link = await self.get(rpc_s)
             async with asyncio.timeout(rpc_s):
-                channel = await link.channel(timeout_s=rpc_s)
+                channel = await link.tool_channel()
                 try:
                     return await genuine(work(channel))
                 finally:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from aiormq.channel import Channel
+import aio_pika
 from aiormq.exceptions import (
     ChannelAccessRefused,
     ChannelLockedResource,
@@ -117,21 +117,22 @@ class AmqpQueues:
                 with suppress(BrokerUnavailable):  # they expire by themselves
                     await self.delete(queue)
 
-    async def _follow(self, plan: Declaration, channel: Channel) -> None:
+    async def _follow(self, plan: Declaration, channel: aio_pika.Channel) -> None:
         """Make what is planned, or see whether it is there: what we may not make, and what others made otherwise."""
         makes = self._declares or plan.is_own
         for exchange, kind in plan.exchanges.items():
             if makes:
-                await channel.exchange_declare(exchange, exchange_type=kind, durable=True)
+                await channel.declare_exchange(exchange, kind, durable=True)
             elif kind == "fanout":  # the other one is the broker's business, when it has a letter
-                await channel.exchange_declare(exchange, passive=True)
+                await channel.declare_exchange(exchange, passive=True)
+        made: dict[str, aio_pika.abc.AbstractQueue] = {}
         for queue, arguments in plan.queues.items():
             if makes and queue not in self.odd:
-                await channel.queue_declare(queue, durable=True, arguments=dict(arguments))
+                made[queue] = await channel.declare_queue(queue, durable=True, arguments=dict(arguments))
             else:  # needs no permission, and arguments are not compared
-                await channel.queue_declare(queue, passive=True)
+                made[queue] = await channel.declare_queue(queue, passive=True)
         for queue, exchange, key in plan.bindings if makes else ():
-            await channel.queue_bind(queue, exchange, key)
+            await made[queue].bind(exchange, key)
 
     # --- queues that others made ---
 
@@ -177,7 +178,7 @@ class AmqpQueues:
         """Ask whether a queue has these arguments. None: it has, or nothing more can be learnt."""
         try:
             await self._uplink.on_channel(
-                lambda channel: channel.queue_declare(queue, durable=True, arguments=dict(arguments)),
+                lambda channel: channel.declare_queue(queue, durable=True, arguments=dict(arguments)),
                 f"declare {queue}",
             )
         except BrokerUnavailable as exc:
