@@ -33,9 +33,9 @@ from coatcheck.broker import (
 )
 from coatcheck.broker.amqp import codec
 from coatcheck.broker.amqp.broker import AmqpBroker
-from coatcheck.broker.amqp.connection import Link, genuine
+from coatcheck.broker.amqp.connection import AmqpLink, genuine
 from coatcheck.broker.amqp.consumer import AmqpConsumer
-from coatcheck.broker.amqp.publish_channel import Lane
+from coatcheck.broker.amqp.publisher import Lane
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, UsageError
 
 
@@ -226,7 +226,7 @@ def deafen(monkeypatch: pytest.MonkeyPatch, *queues: str) -> None:
 async def test_queue_that_never_confirms_holds_up_nobody_and_refuses_in_the_end(
     amqp: Rig, service_names: ServiceNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 10)
+    monkeypatch.setattr("coatcheck.broker.amqp.publisher.WINDOW_COUNT", 10)
     there, deaf = service_names.new("there"), service_names.new("deaf")
     broker = await started(amqp, there, publish_timeout=4)
     await broker.declare_service(deaf)
@@ -555,6 +555,22 @@ async def test_cancelled_start_leaves_nothing_behind(proxy: Proxy) -> None:
     await asyncio.wait([starting])
 
     assert not {task for task in asyncio.all_tasks() - before if task.get_name().startswith("broker-")}
+
+
+async def test_looking_at_queues_leaves_nothing_on_the_connection(amqp: Rig, service_name: str) -> None:
+    """A connection lives for months. RabbitMQ closes the channel on which a queue is missed."""
+    broker = await started(amqp, service_name)
+    link = broker._consuming.link
+    assert link is not None
+    assert link._driver is not None
+    before = len(link._driver.closing._callbacks)
+
+    for _ in range(50):
+        assert await broker.depth(f"{service_name}.nowhere") is None
+        assert await broker.depth(service_name) == 0
+
+    assert len(link._driver.closing._callbacks) == before
+    assert not link._driver.channels
 
 
 async def test_stop_leaves_no_tasks(amqp: Rig, service_name: str) -> None:
@@ -934,7 +950,7 @@ def test_service_names_that_would_collide_are_refused(service: str) -> None:
 
 async def test_link_that_was_stuck_is_a_lost_connection_and_no_cancellation() -> None:
     """aiormq ends a connection it hears nothing of by a cancellation, which nobody may take for one of our own."""
-    link = Link("publish", BrokerStats())
+    link = AmqpLink("publish", BrokerStats())
     closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     closing.set_exception(asyncio.CancelledError())
 
@@ -948,22 +964,22 @@ async def test_link_that_was_stuck_is_a_lost_connection_and_no_cancellation() ->
 
 
 def lane_of(broker: AmqpBroker) -> Lane:
-    return broker._publisher._lanes[""].result()
+    return broker._publisher._lanes[""]
 
 
 async def test_no_more_than_a_window_is_unconfirmed(
     amqp: Rig, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 7)
+    monkeypatch.setattr("coatcheck.broker.amqp.publisher.WINDOW_COUNT", 7)
     broker = await started(amqp, service_name)
     await send(broker, service_name, b"first")
-    lane, seen, write = lane_of(broker), list[int](), Link.write
+    lane, seen, write = lane_of(broker), list[int](), AmqpLink.write
 
-    def noting(link: Link, frames: bytes) -> None:
+    def noting(link: AmqpLink, frames: bytes) -> None:
         seen.append(len(lane._unconfirmed))
         write(link, frames)
 
-    monkeypatch.setattr(Link, "write", noting)
+    monkeypatch.setattr(AmqpLink, "write", noting)
 
     assert await send(broker, service_name, *[b"x"] * 300) == [Routing.ROUTED] * 300
 
@@ -974,7 +990,7 @@ async def test_no_more_than_a_window_is_unconfirmed(
 async def test_publisher_holds_back_what_the_socket_does_not_take(
     amqp: Rig, proxy: Proxy, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_BYTES", 1 << 40)
+    monkeypatch.setattr("coatcheck.broker.amqp.publisher.WINDOW_BYTES", 1 << 40)
     broker = await started(amqp, service_name, publish_timeout=30)
     await send(broker, service_name, b"first")
     lane, bodies = lane_of(broker), [b"x" * 500_000] * 60
@@ -993,7 +1009,7 @@ async def test_publisher_holds_back_what_the_socket_does_not_take(
 async def test_slow_broker_is_not_taken_for_a_dead_one(
     amqp: Rig, proxy: Proxy, service_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coatcheck.broker.amqp.publish_channel.WINDOW_COUNT", 1)
+    monkeypatch.setattr("coatcheck.broker.amqp.publisher.WINDOW_COUNT", 1)
     broker = await started(amqp, service_name, publish_timeout=1)
     await send(broker, service_name, b"first")
     proxy.delay_s = 0.05

@@ -17,7 +17,7 @@ from pamqp.header import ContentHeader
 
 from coatcheck.broker import Message
 from coatcheck.broker.amqp import codec
-from coatcheck.broker.amqp.socket import Receiver, Wire
+from coatcheck.broker.amqp.socket import ChannelReceiver, Wire
 
 FRAME_MAX = 4096
 
@@ -196,7 +196,7 @@ def test_acks_and_requeues_are_what_the_driver_would_write() -> None:
 START = pamqp.frame.marshal(Connection.Start(0, 9, {"capabilities": {}}, "PLAIN", "en_US"), 0)
 
 
-class Collecting(Receiver):
+class Collecting(ChannelReceiver):
     takes = frozenset({codec.DELIVER, codec.ACK})
     max_body = 10_000
 
@@ -237,7 +237,7 @@ def stream() -> tuple[bytes, bytes]:
 class Ears:
     """What a wire says of its broker."""
 
-    def __init__(self, *receivers: Receiver) -> None:
+    def __init__(self, *receivers: ChannelReceiver) -> None:
         self.reader = asyncio.StreamReader()
         self.alarms: list[bool] = []
         self.violations: list[str] = []

@@ -19,7 +19,8 @@ from coatcheck.broker import Message, Names, Outgoing, Routing, connect
 from coatcheck.broker.headers import BROKEN
 from coatcheck.broker.postgres import receiver
 from coatcheck.broker.postgres.codec import encode_head
-from coatcheck.broker.postgres.statements import NAMESPACE
+from coatcheck.broker.postgres.connection import PostgresLink
+from coatcheck.broker.postgres.sql import NAMESPACE, SQL
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, UsageError
 
 Start = Callable[..., Awaitable[Process]]
@@ -433,6 +434,29 @@ async def test_large_batch_goes_in_parts_and_arrives_in_order(pg: Rig, service_n
 
     assert [place for place, routing in enumerate(routings) if routing is Routing.NO_ROUTE] == [1700]
     assert bodies == [count for count in range(2500) if count != 1700]
+
+
+async def test_one_statement_carries_so_many_messages_and_bytes(
+    pg: Rig, service_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, sent = await pg.connect(), list[int]()
+    await broker.declare_service(service_name)
+    fetch = PostgresLink.fetch
+
+    async def noting(link: PostgresLink, statement: str, *values: Any, timeout_s: float) -> list[Any]:
+        if statement == SQL["publish"]:
+            sent.append(len(values[0]))
+        return await fetch(link, statement, *values, timeout_s=timeout_s)
+
+    monkeypatch.setattr(PostgresLink, "fetch", noting)
+    monkeypatch.setattr("coatcheck.broker.postgres.publisher._MAX_BYTES", 100)
+    monkeypatch.setattr("coatcheck.broker.postgres.publisher._MAX_MESSAGES", 5)
+
+    await send(broker, service_name, *[b"x" * 25] * 10)
+    await send(broker, service_name, *[b"x"] * 7)
+    await send(broker, service_name, b"x" * 500)
+
+    assert sent == [4, 4, 2, 5, 2, 1]
 
 
 async def test_row_that_cannot_be_read_arrives_marked_as_broken(

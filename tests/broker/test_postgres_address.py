@@ -13,7 +13,7 @@ from tests.security.servers import Certificates, TlsPostgres, temporary_director
 
 from coatcheck.broker import connect
 from coatcheck.broker.connecting import find_risk
-from coatcheck.broker.postgres.address import PostgresAddress
+from coatcheck.broker.postgres.connection import PostgresAddress
 from coatcheck.errors import BrokerUnavailable, InvalidSettings
 
 # --- reading them ---

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import structlog
 from tests.fuzz.messages import Fuzzed, find_mark
 
-from coatcheck.broker.amqp.consume_channel import AmqpDelivery
+from coatcheck.broker.amqp.session import AmqpDelivery
 from coatcheck.broker.memory import MemoryDelivery
 from coatcheck.broker.port import Delivery
 from coatcheck.store import Store

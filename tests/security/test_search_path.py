@@ -17,7 +17,7 @@ from tests.broker.rigs import as_broker
 from tests.flow.harness import Rig, rig_on
 
 from coatcheck.broker import connect
-from coatcheck.broker.postgres import link
+from coatcheck.broker.postgres import connection as broker_connection
 from coatcheck.cli.doctor import examine
 from coatcheck.errors import BrokerUnavailable
 from coatcheck.store import Store, TaskState, migrate
@@ -238,7 +238,7 @@ async def test_store_refuses_a_pooler_that_drops_the_search_path(empty_store_url
 
 
 async def test_broker_refuses_a_pooler_that_drops_the_search_path(empty_store_url: str, monkeypatch) -> None:
-    monkeypatch.delitem(link._COMMON_SETTINGS, "search_path")
+    monkeypatch.delitem(broker_connection._COMMON_SETTINGS, "search_path")
 
     with pytest.raises(BrokerUnavailable, match=r"ALTER ROLE .* SET search_path"):
         await connect(as_broker(empty_store_url), connect_budget=5).start()

@@ -22,7 +22,7 @@ from coatcheck.broker.memory import (
     _Entry,
     _Holder,
 )
-from coatcheck.broker.port import Consumer, Delivery, Message, Outgoing, Routing
+from coatcheck.broker.port import Consumer, Delivery, Message, Outgoing, Routing, fail
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.errors import BrokerUnavailable
 
@@ -203,24 +203,33 @@ class SimBroker(MemoryBroker):
         consumer.attach()
         return consumer
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
+    def publish_soon(self, batch: Sequence[Outgoing]) -> list[asyncio.Future[Routing]]:
         if not self.process.is_alive:
             raise Died
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Routing]] = [loop.create_future() for _ in batch]
         messages = [Outgoing(it.to, _as_sent(it.message), it.is_broadcast) for it in batch]
+        loop.create_task(self._publish(messages, futures))  # noqa: RUF006 - its world keeps what it runs
+        return futures
+
+    async def _publish(self, messages: Sequence[Outgoing], futures: Sequence[asyncio.Future[Routing]]) -> None:
         routings: list[Routing | None] = [None] * len(messages)
+        error = BrokerUnavailable("publish: the connection was lost; any message may or may not have arrived")
         for attempt in range(3):
             try:
                 await self._until_up("publish")
-            except BrokerUnavailable:
-                self.stats.publish_failure_count += 1
-                raise
-            await self._send(messages, routings)
-            if None not in routings:
-                return [routing for routing in routings if routing is not None]
-            if attempt == 2 or self.world.rng.random() < 0.5:
+            except BrokerUnavailable as exc:
+                error = exc
                 break
-        self.stats.publish_failure_count += 1
-        raise BrokerUnavailable("publish: the connection was lost; any message may or may not have arrived")
+            await self._send(messages, routings)
+            if None not in routings or attempt == 2 or self.world.rng.random() < 0.5:
+                break
+        self.stats.publish_failure_count += None in routings
+        for future, routing in zip(futures, routings, strict=True):
+            if routing is None:
+                fail(future, error)
+            elif not future.done():
+                future.set_result(routing)
 
     async def _send(self, messages: Sequence[Outgoing], routings: list[Routing | None]) -> None:
         """Send what is not confirmed, in order. On a lost connection a part of it arrives, and less is confirmed."""

@@ -12,23 +12,27 @@ from coatcheck.errors import BrokerUnavailable, OversizedMessage
 from coatcheck.worker import destinations
 from coatcheck.worker import outbox as outbox_module
 from coatcheck.worker.metrics import Metrics
-from coatcheck.worker.outbox import MOST_BYTES, MOST_IN_BATCH, Outbox
+from coatcheck.worker.outbox import Outbox
 
 
 class Recording:
-    """A broker that waits to be let go, and keeps the sizes of its batches."""
+    """A broker that waits to be let go, and keeps the sizes of its batches. The batch `fails_at` meets an outage."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.batches: list[int] = []
         self.may_go = asyncio.Event()
         self._fails_at = fails_at
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
+    def publish_soon(self, batch: Sequence[Outgoing]) -> list[asyncio.Future[Routing]]:
         self.batches.append(len(batch))
+        number = len(self.batches)
+        return [asyncio.ensure_future(self._publish(outgoing, number)) for outgoing in batch]
+
+    async def _publish(self, outgoing: Outgoing, number: int) -> Routing:
         await self.may_go.wait()
-        if len(self.batches) == self._fails_at:
+        if number == self._fails_at:
             raise BrokerUnavailable("away")
-        return [Routing.NO_ROUTE if outgoing.to == "nowhere" else Routing.ROUTED for outgoing in batch]
+        return Routing.NO_ROUTE if outgoing.to == "nowhere" else Routing.ROUTED
 
 
 def outbox_of(broker: object) -> Outbox:
@@ -41,8 +45,8 @@ def messages(*names: str) -> list[Outgoing]:
 
 async def test_whoever_waits_for_one_message_holds_nobody_else_up():
     class Slow(Recording):
-        async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-            return await super().publish(batch) if batch[0].to == "slow" else [Routing.ROUTED] * len(batch)
+        async def _publish(self, outgoing: Outgoing, number: int) -> Routing:
+            return await super()._publish(outgoing, number) if outgoing.to == "slow" else Routing.ROUTED
 
     broker = Slow()
     outbox = outbox_of(broker)
@@ -67,32 +71,45 @@ async def test_an_outage_is_told_to_whom_it_hit_and_to_nobody_else():
     assert await outbox.publish(messages("a")) == [Routing.ROUTED]
 
 
-async def test_once_the_broker_is_away_the_rest_of_a_large_parcel_is_not_tried():
-    broker = Recording(fails_at=2)
-    broker.may_go.set()
+async def test_a_large_parcel_waits_once_for_a_broker_that_is_away():
+    async with connect(f"memory://{uuid.uuid4().hex}", publish_timeout=0.3) as broker:
+        assert isinstance(broker, MemoryBroker)
+        broker.go_dark()
+        begun_s = asyncio.get_running_loop().time()
 
-    with pytest.raises(BrokerUnavailable):
-        await outbox_of(broker).publish(messages("a") * (3 * MOST_IN_BATCH))
+        with pytest.raises(BrokerUnavailable):
+            await outbox_of(broker).publish(messages("a") * 3000)
 
-    assert broker.batches == [MOST_IN_BATCH, MOST_IN_BATCH]
+        assert asyncio.get_running_loop().time() - begun_s < 0.6
 
 
 async def test_an_outage_is_told_before_a_message_that_is_refused():
-    """Whoever waits has messages to send yet, and comes again."""
+    """The caller has messages to send yet, and comes again."""
 
     class Failing(Recording):
-        async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-            self.batches.append(len(batch))
-            if any(each.to == "bad" for each in batch):
-                raise OversizedMessage("too_large", "2 MB")
-            raise BrokerUnavailable("away")
+        async def _publish(self, outgoing: Outgoing, number: int) -> Routing:
+            raise OversizedMessage("too_large", "2 MB") if outgoing.to == "bad" else BrokerUnavailable("away")
 
-    broker = Failing()
-
-    (lost,) = await asyncio.gather(outbox_of(broker).publish(messages("bad", "good")), return_exceptions=True)
+    (lost,) = await asyncio.gather(outbox_of(Failing()).publish(messages("bad", "good")), return_exceptions=True)
 
     assert isinstance(lost, BrokerUnavailable)
-    assert broker.batches == [2, 1, 1]
+
+
+async def test_messages_whose_fate_is_known_are_counted_also_when_others_meet_an_outage():
+    class Failing(Recording):
+        async def _publish(self, outgoing: Outgoing, number: int) -> Routing:
+            if outgoing.to == "bad":
+                raise BrokerUnavailable("away")
+            return Routing.REFUSED if outgoing.to == "full" else Routing.ROUTED
+
+    metrics = Metrics()
+    outbox = Outbox(Failing(), metrics=metrics)  # type: ignore[arg-type]
+
+    with pytest.raises(BrokerUnavailable):
+        await outbox.publish(messages("good", "bad", "full", "good"), is_named=True)
+
+    assert metrics.registry.get_sample_value("coatcheck_messages_published_total") == 2
+    assert metrics.registry.get_sample_value("coatcheck_destinations_refusing", {"destination": "full"}) == 1
 
 
 async def test_caller_who_gives_up_does_not_stop_the_others():
@@ -126,15 +143,13 @@ async def test_message_that_is_refused_fails_alone():
         assert await broker.depth("research") == 4
 
 
-async def test_a_large_parcel_leaves_in_portions():
+async def test_fates_are_given_in_the_order_of_the_messages():
     broker = Recording()
-    outbox = outbox_of(broker)
     broker.may_go.set()
 
-    routings = await outbox.publish(messages(*["a"] * MOST_IN_BATCH, "nowhere"))
+    routings = await outbox_of(broker).publish(messages(*["a"] * 1000, "nowhere"))
 
-    assert broker.batches == [MOST_IN_BATCH, 1]
-    assert routings == [Routing.ROUTED] * MOST_IN_BATCH + [Routing.NO_ROUTE]
+    assert routings == [Routing.ROUTED] * 1000 + [Routing.NO_ROUTE]
 
 
 async def test_nothing_to_publish_asks_nobody():
@@ -142,16 +157,6 @@ async def test_nothing_to_publish_asks_nobody():
 
     assert await outbox_of(broker).publish([]) == []
     assert broker.batches == []
-
-
-async def test_a_parcel_of_large_messages_leaves_in_portions_of_so_many_bytes():
-    broker = Recording()
-    broker.may_go.set()
-    large = Outgoing("a", Message(b"x" * (MOST_BYTES // 4)))
-
-    await outbox_of(broker).publish([large] * 10)
-
-    assert broker.batches == [4, 4, 2]
 
 
 # --- queues that refuse ---

@@ -14,11 +14,11 @@ def find_risk(url: str) -> str | None:
     """Say what somebody between us and this broker could do, and the remedy. None: nothing. Raises InvalidSettings."""
     match urlsplit(url).scheme:
         case "amqp" | "amqps":
-            from coatcheck.broker.amqp.address import AmqpAddress
+            from coatcheck.broker.amqp.connection import AmqpAddress
 
             return AmqpAddress.parse(url).risk
         case "pg":
-            from coatcheck.broker.postgres.address import STORES_OWN, PostgresAddress
+            from coatcheck.broker.postgres.connection import STORES_OWN, PostgresAddress
 
             # The store's own address is looked at where the store's is.
             return None if url == STORES_OWN else PostgresAddress.parse(url).risk

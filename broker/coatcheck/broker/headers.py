@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from coatcheck.broker.bodies import Limits
-from coatcheck.broker.port import HeaderValue, Message
 from coatcheck.errors import MalformedMessage, OversizedMessage
+
+if TYPE_CHECKING:  # the port uses the names of headers
+    from coatcheck.broker.port import HeaderValue, Message
 
 VERSION = 1
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from asyncio import Future
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ from coatcheck.broker.port import (
     Message,
     Outgoing,
     Routing,
-    count_routings,
+    fail,
     new_message_id,
 )
 from coatcheck.broker.settings import BrokerSettings
@@ -321,12 +322,14 @@ class MemoryBroker(Broker):
     def __init__(self, url: str, settings: BrokerSettings) -> None:
         self.stats = BrokerStats()
         self.server = _servers.setdefault(url, MemoryServer())
+        self.max_body = settings.max_body
         self._settings = settings
         self._is_up = asyncio.Event()
         self._is_started = False
         self._is_dark = False
         self._consumers: list[MemoryConsumer] = []
         self._own_queues: list[str] = []
+        self._publishing: set[asyncio.Task[None]] = set()
         self._made: dict[str, Callable[[], None]] = {}
 
     @property
@@ -455,25 +458,40 @@ class MemoryBroker(Broker):
         consumer.attach()
         return consumer
 
-    @property
-    def max_body(self) -> int:
-        return self._settings.max_body
-
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-        limit = self.max_body
+    def publish_soon(self, batch: Sequence[Outgoing]) -> list[Future[Routing]]:
+        loop = asyncio.get_running_loop()
+        leaving: list[tuple[Outgoing, Future[Routing]]] = []
         for outgoing in batch:
-            size = len(outgoing.message.body)
-            if size > limit and REASON not in outgoing.message.headers:
-                raise OversizedMessage("oversized", f"body of {size} bytes to {outgoing.to!r}; max_body is {limit}")
-        await asyncio.sleep(0)
+            routing: Future[Routing] = loop.create_future()
+            leaving.append((outgoing, routing))
+            try:
+                self.check(outgoing)
+            except OversizedMessage as error:
+                fail(routing, error)
+        if self.is_connected:
+            loop.call_soon(self._route, leaving)
+        else:
+            task = loop.create_task(self._route_when_up(leaving))
+            self._publishing.add(task)
+            task.add_done_callback(self._publishing.discard)
+        return [routing for _, routing in leaving]
+
+    async def _route_when_up(self, leaving: Sequence[tuple[Outgoing, Future[Routing]]]) -> None:
         try:
             await self._until_up("publish")
-        except BrokerUnavailable:
+        except BrokerUnavailable as error:
             self.stats.publish_failure_count += 1
-            raise
-        routings = [self.server.route(outgoing) for outgoing in batch]
-        count_routings(self.stats, routings)
-        return routings
+            for _, routing in leaving:
+                fail(routing, error)
+        else:
+            self._route(leaving)
+
+    def _route(self, leaving: Sequence[tuple[Outgoing, Future[Routing]]]) -> None:
+        for outgoing, future in leaving:
+            if not future.done():
+                routing = self.server.route(outgoing)
+                self.stats.count_routing(routing)
+                future.set_result(routing)
 
     @asynccontextmanager
     async def browse(self, queue: str, limit: int) -> AsyncIterator[list[Delivery]]:

@@ -2,7 +2,7 @@
 
 An adapter keeps these promises, and `tests/broker/test_conformance.py` holds every adapter to them:
 
-- what is published is persistent, and `publish` returns only after the broker took it over;
+- what is published is persistent, and its fate is told only after the broker took it over;
 - what is delivered stays the broker's until it is acked; a lost consumer gives it back, marked as redelivered;
 - a lost connection is one `BrokerUnavailable` for a publisher and one `on_lost` for a consumer, and heals by itself.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import uuid
 from abc import ABC, abstractmethod
+from asyncio import Future, get_running_loop
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -22,7 +23,9 @@ from typing import Any, Self, TypeAlias
 
 import msgspec
 
+from coatcheck.broker.headers import REASON
 from coatcheck.broker.topology import SWEEPER_QUEUE, Names
+from coatcheck.errors import OversizedMessage, TransientError
 
 HeaderValue: TypeAlias = str | int | float | bool | bytes | datetime | list[Any] | dict[str, Any] | None
 
@@ -164,19 +167,49 @@ class BrokerStats:
     consumer_lost_count: int = 0
     watchdog_rebuild_count: int = 0
 
+    def count_routing(self, routing: Routing) -> None:
+        """Count what became of a message."""
+        if routing is Routing.REFUSED:
+            self.refused_count += 1
+        else:
+            self.published_count += 1
+            self.no_route_count += routing is Routing.NO_ROUTE
 
-def count_routings(stats: BrokerStats, routings: Sequence[Routing]) -> None:
-    """Count what became of a batch."""
-    stats.no_route_count += routings.count(Routing.NO_ROUTE)
-    refused_count = routings.count(Routing.REFUSED)
-    stats.refused_count += refused_count
-    stats.published_count += len(routings) - refused_count
+
+async def settled(futures: Sequence[Future[Routing]]) -> list[Routing]:
+    """Wait until each message has its fate. Raises what one failed with: an outage before all else."""
+    # The last first: fates come mostly in order, so one wait is mostly enough.
+    for future in reversed(futures):
+        if not future.done():
+            with suppress(Exception):
+                await future
+    failures = [error for future in futures if (error := future.exception()) is not None]
+    if failures:
+        raise next((error for error in failures if isinstance(error, TransientError)), failures[0])
+    return [future.result() for future in futures]
+
+
+def fail(future: Future[Routing], error: BaseException, *, cause: BaseException | None = None) -> None:
+    """Let a message fail, unless its fate is known. A caller that has left need not look at it."""
+    if not future.done():
+        error.__cause__ = cause
+        future.set_exception(error)
+        future.exception()  # or asyncio would complain that the error was not read
+
+
+def failed(error: BaseException) -> Future[Routing]:
+    """The fate of a message that was never sent."""
+    future: Future[Routing] = get_running_loop().create_future()
+    fail(future, error)
+    return future
 
 
 class Broker(ABC):
     """A connection to a message broker that heals itself while it is started."""
 
     stats: BrokerStats
+    max_body: int
+    """The largest body that is published."""
     odd_queues: Mapping[str, str] = MappingProxyType({})
     """Queues that were declared and that another program had made otherwise: how they differ, and what is lost by it.
     They are used as they are.
@@ -232,14 +265,31 @@ class Broker(ABC):
         """
 
     @abstractmethod
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-        """Hand a batch over, persistent, mandatory and confirmed, and say what became of each.
+    def publish_soon(self, batch: Sequence[Outgoing]) -> list[Future[Routing]]:
+        """Take messages to hand over, persistent, mandatory and confirmed. Each future says what became of its message.
 
         A queue that does not take a message is that message's fate (REFUSED), and holds up neither its neighbours nor
-        other callers. Raises `BrokerUnavailable` when the connection is lost, blocked or silent for `publish_timeout`;
-        then any of the batch may or may not have arrived. Raises `OversizedMessage` before anything is sent.
-        Cancelling the caller does not call anything back. Many callers at once share what a batch costs.
+        other callers. A future fails with `BrokerUnavailable` when the connection is lost, blocked or silent for
+        `publish_timeout`; then its message may or may not have arrived. It fails with what `check` raises, or with
+        `MalformedMessage`, for a message that the broker never takes. Cancelling a future does not call a message back.
+        What many callers publish at once shares what a batch costs.
         """
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
+        """Hand a batch over and say what became of each: `publish_soon`, and the wait for all of it.
+
+        Raises `OversizedMessage` before anything is sent. Raises `BrokerUnavailable` if any future fails with it; then
+        any of the batch may or may not have arrived. Cancelling the caller does not call anything back.
+        """
+        for outgoing in batch:
+            self.check(outgoing)
+        return await settled(self.publish_soon(batch))
+
+    def check(self, outgoing: Outgoing) -> None:
+        """Raise `OversizedMessage` for a body over `max_body`. Dead letters are exempt."""
+        size = len(outgoing.message.body)
+        if size > self.max_body and REASON not in outgoing.message.headers:
+            raise OversizedMessage("oversized", f"body of {size} bytes to {outgoing.to!r}; max_body is {self.max_body}")
 
     @abstractmethod
     async def depth(self, queue: str) -> int | None:

@@ -1,11 +1,11 @@
-"""The supervisor that always has the next connection ready, whatever kind it is.
+"""The supervisor that always has the next connection ready, of either kind.
 
     down ──connect, with back-off──► up ──lost──► down …
 
 The back-off is for attempts that fail and for links that do not last: a server that accepts us and then breaks the
 protocol, or a link that its user gives up at once.
 
-A link is lost once and for good; whoever used it asks the uplink for another. Nothing is carried over.
+A link is lost once and for good; what used it asks the uplink for another. Nothing is carried over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEADY_AFTER_S = 10.0
 """A link that lives so long has a server behind it that is well."""
 
 
-class AnyLink(Protocol):
+class BrokerLink(Protocol):
     """A connection of some kind, until `lost` is set."""
 
     lost: asyncio.Event
@@ -38,10 +38,10 @@ class AnyLink(Protocol):
     async def close(self) -> None: ...
 
 
-L = TypeVar("L", bound=AnyLink)
+L = TypeVar("L", bound=BrokerLink)
 
 
-class AnyUplink(ABC, Generic[L]):
+class Uplink(ABC, Generic[L]):
     """Keeps one link up, for ever, while started."""
 
     def __init__(self, settings: BrokerSettings, *, role: str, stats: BrokerStats) -> None:
@@ -58,7 +58,7 @@ class AnyUplink(ABC, Generic[L]):
 
     @abstractmethod
     async def _open(self) -> L:
-        """Connect once. Raises whatever the driver does."""
+        """Connect once. Raises what the driver raises."""
 
     @abstractmethod
     def _is_refusal(self, error: BaseException) -> bool:
@@ -135,7 +135,7 @@ class AnyUplink(ABC, Generic[L]):
     async def _connect(self) -> L:
         settings = self._settings
         retrying = AsyncRetrying(
-            # Whatever it is: nobody else would ever connect again. At the start the budget ends it, and says why.
+            # Any error at all: nothing else would ever connect again. At the start the budget ends it, and says why.
             retry=retry_if_exception_type(Exception),
             wait=wait_random_exponential(
                 multiplier=settings.backoff_min.total_seconds(),

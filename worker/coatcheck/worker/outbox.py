@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 
 from coatcheck.broker.headers import DETAIL, QUEUE, REASON
-from coatcheck.broker.port import Broker, Message, Outgoing, Routing
+from coatcheck.broker.port import Broker, Message, Outgoing, Routing, settled
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_error
-from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable, TransientError
+from coatcheck.errors import BrokerUnavailable, CoatcheckError, InvalidSettings, StoreUnavailable
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob
@@ -37,9 +37,6 @@ from coatcheck.worker.problems import problem
 
 log = get_logger(__name__)
 
-MOST_IN_BATCH = 1000
-MOST_BYTES = 16 << 20
-"""A batch for the broker: so many messages and, from the second on, so many bytes."""
 MARK_AFTER_S = 1.0
 RESEND_AFTER = timedelta(seconds=2)
 """When the sweeper first tries what was refused here; the row's pauses grow from there."""
@@ -76,14 +73,13 @@ class Outbox:
         if not batch:
             return []
         if not self._destinations:
-            return await self._publish_and_note(batch, is_named=is_named)
+            return await self._publish(batch, is_named=is_named)
         return await self._publish_around(batch, is_named=is_named)
 
     async def _publish_around(self, batch: Sequence[Outgoing], *, is_named: bool) -> list[Routing]:
         """Publish while some queues refuse: to those whose pause is over one message, and the rest if it was taken."""
         destinations = self._destinations
         destinations.forget_old()
-        routings = [Routing.REFUSED] * len(batch)
         now: list[int] = []
         after: dict[str, list[int]] = {}
         for index, outgoing in enumerate(batch):
@@ -96,69 +92,50 @@ class Outbox:
                 after[outgoing.to] = []
             else:
                 destinations.count_refused(_label(outgoing, is_named=is_named))
+        routings: dict[int, Routing] = {}
         try:
-            await self._publish_some(batch, now, routings, is_named=is_named)
+            routings |= await self._publish_some(batch, now, is_named=is_named)
         finally:
             for to in after:
                 destinations.end_try(to)
         more = [index for to, held in after.items() if not destinations.is_refusing(to) for index in held]
-        await self._publish_some(batch, more, routings, is_named=is_named)
-        return routings
+        routings |= await self._publish_some(batch, more, is_named=is_named)
+        return [routings.get(index, Routing.REFUSED) for index in range(len(batch))]
 
     async def _publish_some(
-        self, batch: Sequence[Outgoing], indexes: Sequence[int], routings: list[Routing], *, is_named: bool
-    ) -> None:
-        if indexes:
-            fates = await self._publish_and_note([batch[index] for index in indexes], is_named=is_named)
-            for index, fate in zip(indexes, fates, strict=True):
-                routings[index] = fate
+        self, batch: Sequence[Outgoing], indexes: Sequence[int], *, is_named: bool
+    ) -> dict[int, Routing]:
+        if not indexes:
+            return {}
+        routings = await self._publish([batch[index] for index in indexes], is_named=is_named)
+        return dict(zip(indexes, routings, strict=True))
 
-    async def _publish_and_note(self, batch: Sequence[Outgoing], *, is_named: bool) -> list[Routing]:
-        fates = await self._publish_portions(batch)
-        if self._destinations or Routing.REFUSED in fates:
-            for outgoing, fate in zip(batch, fates, strict=True):
-                if isinstance(fate, Routing) and not outgoing.is_broadcast:
-                    self._destinations.note(outgoing.to, fate, _label(outgoing, is_named=is_named))
-        routings = [fate for fate in fates if isinstance(fate, Routing)]
-        if len(routings) < len(fates):
-            failures = [fate for fate in fates if isinstance(fate, Exception)]
-            # An outage before all else: what it hit is to be published yet.
-            raise next((each for each in failures if isinstance(each, TransientError)), failures[0])
-        return routings
-
-    async def _publish_portions(self, batch: Sequence[Outgoing]) -> list[Routing | Exception]:
-        """Publish one portion after the other. Once the broker is away the rest is not tried: each would wait in
-        vain.
-        """
-        if len(batch) == 1:
-            return await self._publish(batch)
-        fates: list[Routing | Exception] = []
-        for portion in _portions(batch):
-            is_away = bool(fates) and isinstance(fates[-1], TransientError)
-            fates += [fates[-1]] * len(portion) if is_away else await self._publish(portion)
-        return fates
-
-    async def _publish(self, batch: Sequence[Outgoing]) -> list[Routing | Exception]:
-        """Publish a batch; one that fails for a reason of its own is split until the message alone fails."""
+    async def _publish(self, batch: Sequence[Outgoing], *, is_named: bool) -> list[Routing]:
+        """Publish, and note which queues refuse and which take again."""
         reach("before_publish")
         self._publishing_count += 1
         self._is_idle.clear()
         try:
-            routings = await self._broker.publish(batch)
-        except TransientError as error:
-            return [error] * len(batch)
-        except Exception as error:  # noqa: BLE001 - whatever one message did must not reach its neighbours
-            if len(batch) == 1:
-                return [error]
-            middle = len(batch) // 2
-            return [*await self._publish(batch[:middle]), *await self._publish(batch[middle:])]
+            futures = self._broker.publish_soon(batch)
+            routings = await settled(futures)
+        except CoatcheckError:
+            self._note(batch, [None if future.exception() else future.result() for future in futures], is_named)
+            raise
         finally:
             self._publishing_count -= 1
             if not self._publishing_count:
                 self._is_idle.set()
         reach("after_publish")
-        self._metrics.published.inc(len(batch) - routings.count(Routing.REFUSED))
-        return [*routings]
+        self._note(batch, routings, is_named)
+        return routings
+
+    def _note(self, batch: Sequence[Outgoing], fates: Sequence[Routing | None], is_named: bool) -> None:
+        """Count what became of messages; None: it is not known."""
+        self._metrics.published.inc(len(fates) - fates.count(Routing.REFUSED) - fates.count(None))
+        if self._destinations or Routing.REFUSED in fates:
+            for outgoing, fate in zip(batch, fates, strict=True):
+                if fate is not None and not outgoing.is_broadcast:
+                    self._destinations.note(outgoing.to, fate, _label(outgoing, is_named=is_named))
 
     async def publish_home(self, messages: Sequence[Outgoing], service: str) -> list[Routing]:
         """Publish to queues of a service of ours; one that somebody deleted is made again first. No fate is NO_ROUTE.
@@ -262,17 +239,6 @@ def pause_s(number: int) -> float:
 
 def _label(outgoing: Outgoing, *, is_named: bool) -> str:
     return outgoing.to if is_named else REPLIES
-
-
-def _portions(batch: Sequence[Outgoing]) -> Iterator[Sequence[Outgoing]]:
-    """Cut a batch into what the broker is given at a time: it has so long for each, and holds each whole."""
-    first = size = 0
-    for place, outgoing in enumerate(batch):
-        size += len(outgoing.message.body)
-        if place > first and (place - first >= MOST_IN_BATCH or size > MOST_BYTES):
-            yield batch[first:place]
-            first, size = place, len(outgoing.message.body)
-    yield batch[first:] if first else batch
 
 
 def _messages_of(calls: Sequence[Peer], reply_to: str | None) -> tuple[list[tuple[Peer, Outgoing]], list[Peer]]:

@@ -22,8 +22,15 @@ from collections.abc import Awaitable, Callable
 from aiormq.exceptions import ChannelNotFoundEntity
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
-from coatcheck.broker.amqp.connection import DRIVER_ERRORS, Link, Uplink, describe, genuine, is_channel_error
-from coatcheck.broker.amqp.consume_channel import OnDelivery, Session
+from coatcheck.broker.amqp.connection import (
+    DRIVER_ERRORS,
+    AmqpLink,
+    AmqpUplink,
+    describe,
+    genuine,
+    is_channel_error,
+)
+from coatcheck.broker.amqp.session import AmqpSession, OnDelivery
 from coatcheck.broker.background import reap, spawn, wait_first
 from coatcheck.broker.port import BrokerStats, Consumer
 from coatcheck.broker.settings import BrokerSettings
@@ -38,7 +45,7 @@ class AmqpConsumer(Consumer):
 
     def __init__(
         self,
-        uplink: Uplink,
+        uplink: AmqpUplink,
         queue: str,
         on_delivery: OnDelivery,
         *,
@@ -50,7 +57,7 @@ class AmqpConsumer(Consumer):
     ) -> None:
         self.queue = queue
         self.prefetch = prefetch
-        self.session: Session | None = None
+        self.session: AmqpSession | None = None
         self._uplink = uplink
         self._on_delivery = on_delivery
         self._on_lost = on_lost
@@ -161,7 +168,7 @@ class AmqpConsumer(Consumer):
         )
         try:
             while not self._is_stopping:
-                session: Session | None = await opening(self._open)
+                session: AmqpSession | None = await opening(self._open)
                 if session is not None:
                     await self._live(session)
         finally:
@@ -170,14 +177,14 @@ class AmqpConsumer(Consumer):
             if self.session is not None:  # cut short: what the broker sent us is not to stay with us
                 self._discard(self.session)
 
-    async def _open(self) -> Session | None:
+    async def _open(self) -> AmqpSession | None:
         """Open a channel and, if wanted, consume. None: not this time."""
         link = await self._uplink.get()
-        session: Session | None = None
+        session: AmqpSession | None = None
         self._is_refreshing = False
         try:
             channel = await link.channel(timeout_s=self._rpc_s)
-            session = Session(
+            session = AmqpSession(
                 link,
                 channel,
                 self.queue,
@@ -202,7 +209,7 @@ class AmqpConsumer(Consumer):
             return None
         return session
 
-    async def _on_open_failed(self, link: Link, exc: BaseException) -> None:
+    async def _on_open_failed(self, link: AmqpLink, exc: BaseException) -> None:
         self._tag = None
         if isinstance(exc, TimeoutError):
             link.abort(f"no answer while consuming {self.queue!r}")
@@ -220,7 +227,7 @@ class AmqpConsumer(Consumer):
             log.warning("queue_not_declared", queue=self.queue, error=str(exc))
             return False
 
-    async def _live(self, session: Session) -> None:
+    async def _live(self, session: AmqpSession) -> None:
         """Serve one session until it is lost, or we stop, or move on to another; then leave it."""
         while not session.lost.is_set() and not self._is_stopping:
             self._wish.clear()
@@ -231,7 +238,7 @@ class AmqpConsumer(Consumer):
             await wait_first(self._wish, session.lost)
         await self._part(session)
 
-    async def _move_out(self, session: Session) -> bool:
+    async def _move_out(self, session: AmqpSession) -> bool:
         """Leave a session for the next one, if that was asked for and nothing is held on it, nor came at last."""
         if not self._is_refreshing or session.unacked_count:
             return False
@@ -245,7 +252,7 @@ class AmqpConsumer(Consumer):
         if self._is_refreshing:
             self._wish.set()
 
-    async def _follow_wish(self, session: Session) -> None:
+    async def _follow_wish(self, session: AmqpSession) -> None:
         if not self._is_wanted and self._tag is not None:
             await self._cancel(session)
         elif self._is_wanted and self._tag is None:
@@ -254,7 +261,7 @@ class AmqpConsumer(Consumer):
             except DRIVER_ERRORS as exc:
                 session.lose(describe(exc))
 
-    async def _cancel(self, session: Session) -> None:
+    async def _cancel(self, session: AmqpSession) -> None:
         """End deliveries; what was handed over stays ours."""
         try:
             if self._tag is not None:
@@ -264,7 +271,7 @@ class AmqpConsumer(Consumer):
         self._tag = None
         self._state_changed.set()
 
-    async def _part(self, session: Session) -> None:
+    async def _part(self, session: AmqpSession) -> None:
         """Leave a session.
 
         Stopping: deliveries end first, then acks are written, then the channel gives the rest back.
@@ -279,17 +286,17 @@ class AmqpConsumer(Consumer):
         # releases its unacked deliveries.
         await self._close(session, "stopped")
 
-    async def _close(self, session: Session, why: str) -> None:
+    async def _close(self, session: AmqpSession, why: str) -> None:
         session.flush()
         session.lose(why)
         await session.link.close_channel(session.channel, timeout_s=self._rpc_s)
 
-    def _discard(self, session: Session) -> None:
+    def _discard(self, session: AmqpSession) -> None:
         session.lose("abandoned")
         if not session.channel.is_closed:
             session.link.begin_closing(session.channel, timeout_s=self._rpc_s)
 
-    def _tell_lost(self, session: Session) -> None:
+    def _tell_lost(self, session: AmqpSession) -> None:
         self._stats.consumer_lost_count += 1
         log.warning("consumer_lost", queue=self.queue, reason=session.reason, unacked_count=session.unacked_count)
         if self._on_lost is not None:
@@ -298,7 +305,7 @@ class AmqpConsumer(Consumer):
             except Exception:
                 log.exception("on_lost_failed", queue=self.queue)
 
-    async def _consume(self, session: Session) -> None:
+    async def _consume(self, session: AmqpSession) -> None:
         session.last_delivery_at_s = asyncio.get_running_loop().time()
         self._is_subscribing = True
         session.allow(self.prefetch)

@@ -1,8 +1,8 @@
 """Replies to direct reply-to addresses (`amq.rabbitmq.reply-to.…`), kept away from everything else.
 
-Such an address is an encoded Erlang process id. RabbitMQ 3.10 decodes whatever it is given, and an address that was
-made up crashes the *connection* that publishes to it (541 INTERNAL_ERROR). A requester picks its own address, so
-anyone could cut our publisher off, again with every retry. Hence a connection of their own, opened on first use.
+Such an address is an encoded Erlang process id. RabbitMQ 3.10 decodes what it is given, and an address that was made up
+crashes the *connection* that publishes to it (541 INTERNAL_ERROR). A requester picks its own address, so any of them
+could cut our publisher off, again with every retry. Hence a connection of their own, opened on first use.
 
 After a crash, addresses that never worked before are suspects for a while: each is tried on a connection of its own, a
 few at a time, and one that crashes it has no route. Those that worked before go on as ever. When too many suspects wait
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from asyncio import Future
+from collections.abc import Iterable
 
 from aiormq.exceptions import ConnectionInternalError
 
-from coatcheck.broker.amqp.address import AmqpAddress
-from coatcheck.broker.amqp.connection import Link, Uplink, translating
-from coatcheck.broker.amqp.publish_channel import Attempt, Fate, Lane
-from coatcheck.broker.amqp.publisher import Publisher
-from coatcheck.broker.port import BrokerStats, Outgoing, Routing
+from coatcheck.broker.amqp.connection import AmqpAddress, AmqpLink, AmqpUplink, translating
+from coatcheck.broker.amqp.publisher import AmqpPublisher, Lane, Sending
+from coatcheck.broker.background import reap
+from coatcheck.broker.port import BrokerStats, Outgoing, Routing, fail
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.broker.topology import REPLY_PSEUDO_QUEUE
 from coatcheck.errors import BrokerUnavailable
@@ -36,7 +36,7 @@ MOST_SUSPECTS = 32
 """Connections that are opened for suspects at a time, and suspects that wait for one."""
 MOST_PROVEN = 10_000
 MOST_TRIES = 5
-"""How often one that worked before is tried beside others that may crash the connection."""
+"""How often an address that worked before is tried beside others that may crash the connection."""
 
 
 def is_direct_reply(outgoing: Outgoing) -> bool:
@@ -45,39 +45,48 @@ def is_direct_reply(outgoing: Outgoing) -> bool:
 
 
 class DirectReplies:
-    """Publishes to direct reply-to addresses.
-
-    ROUTED means handed over; whether anybody listens, RabbitMQ does not say.
-    """
+    """Publishes to direct reply-to addresses. ROUTED means handed over; RabbitMQ does not say whether it was heard."""
 
     def __init__(self, address: AmqpAddress, settings: BrokerSettings, stats: BrokerStats) -> None:
         self._address = address
         self._settings = settings
         self._stats = stats
-        self._uplink = Uplink(address, settings, role="reply", stats=stats)
-        self._publisher = Publisher(self._uplink, settings, stats)
+        self._uplink = AmqpUplink(address, settings, role="reply", stats=stats)
+        self._publisher = AmqpPublisher(self._uplink, settings, stats)
+        self._publishing: set[asyncio.Task[Routing]] = set()
         self._proven: dict[str, None] = {}
         self._suspicious_until_s = 0.0
         self._suspect_count = 0
         self._probes = asyncio.Semaphore(MOST_PROBES)
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-        """See `Broker.publish`."""
+    def publish(self, outgoing: Outgoing) -> Future[Routing]:
+        """See `Broker.publish_soon`."""
         self._uplink.begin()
-        routings = await asyncio.gather(*(self._publish_one(outgoing) for outgoing in batch), return_exceptions=True)
-        lost = next((each for each in routings if isinstance(each, BaseException)), None)
-        if lost is not None:
-            raise lost
-        return [each for each in routings if isinstance(each, Routing)]
+        publishing = asyncio.create_task(self._publish(outgoing))
+        self._publishing.add(publishing)
+        publishing.add_done_callback(self._forget)
+        return publishing
 
-    async def _publish_one(self, outgoing: Outgoing) -> Routing:
+    def _forget(self, publishing: asyncio.Task[Routing]) -> None:
+        self._publishing.discard(publishing)
+        if not publishing.cancelled():
+            publishing.exception()  # its caller may have left; asyncio would complain that the error was not read
+
+    async def stop(self) -> None:
+        await self._publisher.stop()
+        await self._uplink.stop()
+        for publishing in tuple(self._publishing):  # probes have connections of their own
+            await reap(publishing)
+
+    async def _publish(self, outgoing: Outgoing) -> Routing:
         if not _is_decodable(outgoing.to):
+            self._stats.count_routing(Routing.NO_ROUTE)
             return Routing.NO_ROUTE
         for _ in range(MOST_TRIES):
             if outgoing.to not in self._proven and asyncio.get_running_loop().time() < self._suspicious_until_s:
                 break
             try:
-                (routing,) = await self._publisher.publish([outgoing])
+                routing = await self._publisher.publish(outgoing)
             except BrokerUnavailable as exc:
                 if not isinstance(exc.__cause__, ConnectionInternalError):
                     raise
@@ -100,30 +109,27 @@ class DirectReplies:
         if len(self._proven) > MOST_PROVEN:
             del self._proven[next(iter(self._proven))]
 
-    async def stop(self) -> None:
-        await self._publisher.stop()
-        await self._uplink.stop()
-
     async def _publish_alone(self, outgoing: Outgoing) -> Routing:
-        timeout_s = self._settings.publish_timeout.total_seconds()
+        loop, timeout_s = asyncio.get_running_loop(), self._settings.publish_timeout.total_seconds()
+        sending = Sending(outgoing, loop.create_future(), 0.0)
         async with translating(f"publish to {outgoing.to!r}"), asyncio.timeout(timeout_s):
-            link = await Link.open(self._address, self._settings, role="probe", stats=self._stats)
+            link = await AmqpLink.open(self._address, self._settings, role="probe", stats=self._stats)
             try:
                 channel = await link.channel(confirms=True, timeout_s=timeout_s)
-                fates: list[Fate | None] = [None]
-                attempt = Attempt(fates, 1)
-                Lane(link, channel, "", timeout_s=timeout_s).send([(0, outgoing)], attempt)
-                await attempt.finish()
-            finally:
-                await link.close()
-            fate = fates[0]
-            if isinstance(fate, ConnectionInternalError):
+                Lane(link, channel, "", timeout_s=timeout_s, stats=self._stats, on_doubt=_fail_all).send(sending)
+                routing = await sending.routing
+            except ConnectionInternalError:
                 log.warning("reply_address_refused", reply_to=outgoing.to[:64])
                 return Routing.NO_ROUTE
-            if isinstance(fate, BaseException):
-                raise fate
+            finally:
+                await link.close()
         self._prove(outgoing.to)
-        return Routing.ROUTED
+        return routing
+
+
+def _fail_all(_exchange: str, sendings: Iterable[Sending], error: BaseException) -> None:
+    for sending in sendings:
+        fail(sending.routing, error)
 
 
 def _is_decodable(address: str) -> bool:

@@ -49,7 +49,7 @@ _MOST_PER_SECOND = 5000
 """So many heartbeats and answers for the driver may come within a second."""
 
 
-class Receiver(ABC):
+class ChannelReceiver(ABC):
     """Who gets the messages and confirms of one channel. Called in the order of the wire; must not block.
 
     It raises `ProtocolViolated` for what no broker may send, and nothing else. `takes` are the methods it is for. Of a
@@ -83,7 +83,7 @@ class _Intake:
 
     __slots__ = ("args", "header", "left", "method", "parts", "receiver", "room")
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: ChannelReceiver) -> None:
         self.receiver = receiver
         self.method = 0
         self.args = self.header = b""
@@ -167,11 +167,11 @@ class Wire(asyncio.StreamReaderProtocol):
 
     # --- channels ---
 
-    def attach(self, channel: int, receiver: Receiver) -> None:
+    def attach(self, channel: int, receiver: ChannelReceiver) -> None:
         """Give a channel's messages and confirms to `receiver`, from here on."""
         self._intakes[channel] = _Intake(receiver)
 
-    def detach(self, channel: int, receiver: Receiver) -> None:
+    def detach(self, channel: int, receiver: ChannelReceiver) -> None:
         """Give them to nobody, unless the channel's number is somebody else's by now."""
         intake = self._intakes.get(channel)
         if intake is not None and intake.receiver is receiver:

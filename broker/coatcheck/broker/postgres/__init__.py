@@ -1,14 +1,11 @@
 """The Postgres adapter: queues as tables, for development and small deployments. RabbitMQ is for scale.
 
-address     a `pg://` URL, taken apart
-schema      the tables, made on start
-statements  every SQL statement, and the lock order
+sql         every SQL statement by name, with the lock order, and the tables, made on start
+connection  a `pg://` address, one connection, and the supervisor that has the next one ready
 codec       messages to rows and back
-link        one connection, and the supervisor that has the next one ready
-publisher   batches in, one transaction each
-session     what one connection has in hand: deliveries, acks, requeues
+publisher   messages in, many in one transaction
+consumer    what one connection has in hand: deliveries, consumers, acks, requeues
 receiver    the one loop that fetches, settles and keeps house
-keeper      gives back what the dead held, and clears what nobody needs
 broker      the port, put together from these
 """
 

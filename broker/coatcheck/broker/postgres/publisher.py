@@ -1,96 +1,95 @@
-"""Publishing: whatever waits when the connection is free goes as one statement, which is one transaction.
+"""Publishing: what waits when the connection is free goes as one statement, which is one transaction.
 
-No timer: when idle a batch goes at once, when busy many callers share a commit. The commit is the confirmation. A batch
-that was sent and not answered is in doubt; it is not sent again, its callers are told.
+No timer: when idle a batch goes at once, when busy many callers share a commit. The commit is the confirmation. A
+statement that was sent and not answered is in doubt; it is not sent again, its callers are told.
 """
 
 from __future__ import annotations
 
 import asyncio
+from asyncio import Future, TimerHandle
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import asyncpg
 
 from coatcheck.broker.background import reap
-from coatcheck.broker.headers import REASON
-from coatcheck.broker.port import BrokerStats, Outgoing, Routing, count_routings
+from coatcheck.broker.port import BrokerStats, Outgoing, Routing, fail
 from coatcheck.broker.postgres.codec import encode_head, is_nameable
-from coatcheck.broker.postgres.link import DRIVER_ERRORS, Link, Uplink, describe
-from coatcheck.broker.postgres.statements import PUBLISH
+from coatcheck.broker.postgres.connection import DRIVER_ERRORS, PostgresLink, PostgresUplink, describe
+from coatcheck.broker.postgres.sql import SQL
 from coatcheck.broker.settings import MEBIBYTE, BrokerSettings
-from coatcheck.errors import BrokerUnavailable, CoatcheckError, MalformedMessage, OversizedMessage
+from coatcheck.errors import BrokerUnavailable, MalformedMessage
 from coatcheck.points import reach
 
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 16 * MEBIBYTE
+_LOOKS = 20
+"""How often in a publish timeout we look for messages that wait too long."""
 _REFUSALS = (asyncpg.RaiseError, asyncpg.IntegrityConstraintViolationError, asyncpg.ConfigurationLimitExceededError)
 """What a trigger or constraint answers that bounds a queue. Postgres itself bounds none."""
 _IN_DOUBT = "any message of the batch may or may not have arrived"
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """What goes together in any case: a caller's batch, or a part of it if that is large."""
+@dataclass(slots=True, eq=False)
+class _Sending:
+    """One message on its way."""
 
-    batch: Sequence[Outgoing]
-    heads: list[bytes]
-    size: int
-    routings: asyncio.Future[list[Routing]]
-
-    def fail(self, error: CoatcheckError) -> None:
-        if not self.routings.done():
-            self.routings.set_exception(error)
+    outgoing: Outgoing
+    head: bytes
+    routing: Future[Routing]
+    since_s: float
 
 
-class Publisher:
+class PostgresPublisher:
     """Publishes over one uplink. Safe for concurrent callers."""
 
-    def __init__(self, uplink: Uplink, settings: BrokerSettings, stats: BrokerStats) -> None:
+    def __init__(self, uplink: PostgresUplink, settings: BrokerSettings, stats: BrokerStats) -> None:
         self._uplink = uplink
-        self._settings = settings
         self._stats = stats
         self._timeout_s = settings.publish_timeout.total_seconds()
-        self._pending: deque[_Waiting] = deque()
-        self._sending: list[_Waiting] = []
+        self._pending: deque[_Sending] = deque()
+        self._sending: list[_Sending] = []
+        self._progress_s = 0.0
+        """When a statement was last answered: messages wait for longer than the timeout only while others go."""
         self._flusher: asyncio.Task[None] | None = None
+        self._looking: TimerHandle | None = None
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Routing]:
-        """See `Broker.publish`."""
-        for outgoing in batch:
-            self._check(outgoing)
+    def publish(self, outgoing: Outgoing) -> Future[Routing]:
+        """See `Broker.publish_soon`. Raises MalformedMessage, and BrokerUnavailable if nothing was started."""
         if not self._uplink.is_started:
             raise BrokerUnavailable(self._uplink.explain("publish: not started"))
-        heads = [encode_head(outgoing.message) for outgoing in batch]
-        waitings = [self._wait(batch[part], heads[part]) for part in _split(batch)]
-        if waitings and self._flusher is None:
+        loop = asyncio.get_running_loop()
+        sending = _Sending(outgoing, encode_head(outgoing.message), loop.create_future(), loop.time())
+        if not is_nameable(outgoing.to):
+            self._settle(sending, Routing.NO_ROUTE)
+            return sending.routing
+        self._pending.append(sending)
+        if self._flusher is None:
             self._flusher = asyncio.create_task(self._flush(), name="broker-publisher")
-        try:
-            # Whoever leaves takes back what was not sent yet, and nothing else.
-            async with asyncio.timeout(self._timeout_s):
-                answers = await asyncio.gather(*(waiting.routings for waiting in waitings))
-        except (TimeoutError, BrokerUnavailable) as exc:
-            self._stats.publish_failure_count += 1
-            if isinstance(exc, BrokerUnavailable):
-                raise
-            raise BrokerUnavailable(self._uplink.explain(f"publish: not confirmed in time; {_IN_DOUBT}")) from exc
-        routings = [routing for answer in answers for routing in answer]
-        count_routings(self._stats, routings)
-        return routings
-
-    def _wait(self, part: Sequence[Outgoing], heads: list[bytes]) -> _Waiting:
-        size = sum(len(outgoing.message.body) for outgoing in part)
-        waiting = _Waiting(part, heads, size, asyncio.get_running_loop().create_future())
-        self._pending.append(waiting)
-        return waiting
+        if self._looking is None:
+            self._looking = loop.call_later(self._timeout_s / _LOOKS, self._look)
+        return sending.routing
 
     async def stop(self) -> None:
         """Give up what is still waiting."""
         await reap(self._flusher)
+        if self._looking is not None:
+            self._looking.cancel()
         given_up, self._pending, self._sending = [*self._sending, *self._pending], deque(), []
-        for waiting in given_up:
-            waiting.fail(BrokerUnavailable(f"publish: the broker was stopped; {_IN_DOUBT}"))
+        self._fail(given_up, BrokerUnavailable(f"publish: the broker was stopped; {_IN_DOUBT}"))
+
+    def _look(self) -> None:
+        """Tell the callers of messages that have waited for too long, in line or for an answer."""
+        self._looking = None
+        loop = asyncio.get_running_loop()
+        waiting = [*self._sending, *self._pending]
+        long_ago_s = loop.time() - self._timeout_s
+        late = [sending for sending in waiting if max(sending.since_s, self._progress_s) <= long_ago_s]
+        self._fail(late, BrokerUnavailable(self._uplink.explain(f"publish: not confirmed in time; {_IN_DOUBT}")))
+        if waiting:
+            self._looking = loop.call_later(self._timeout_s / _LOOKS, self._look)
 
     async def _flush(self) -> None:
         try:
@@ -103,103 +102,64 @@ class Publisher:
         finally:
             self._flusher = None
 
-    def _take(self) -> list[_Waiting]:
-        """Take what goes together; those whose callers have left do not go at all."""
-        together: list[_Waiting] = []
-        count = size = 0
-        while self._pending:
-            first = self._pending[0]
-            count, size = count + len(first.batch), size + first.size
-            if together and (count > _MAX_MESSAGES or size > _MAX_BYTES):
+    def _take(self) -> list[_Sending]:
+        """Take what goes together. A message whose caller has left does not go at all."""
+        together: list[_Sending] = []
+        size = 0
+        while self._pending and len(together) < _MAX_MESSAGES:
+            size += len(self._pending[0].outgoing.message.body)
+            if together and size > _MAX_BYTES:
                 break
-            self._pending.popleft()
-            if not first.routings.done():
-                together.append(first)
+            sending = self._pending.popleft()
+            if not sending.routing.done():
+                together.append(sending)
         return together
 
-    async def _send(self, link: Link, together: Sequence[_Waiting]) -> None:
-        batch = [outgoing for waiting in together for outgoing in waiting.batch]
-        places = [place for place, outgoing in enumerate(batch) if is_nameable(outgoing.to)]
-        sent = [batch[place] for place in places]
-        heads = [head for waiting in together for head in waiting.heads]
+    async def _send(self, link: PostgresLink, together: Sequence[_Sending]) -> None:
         try:
             (answer,) = await link.fetch(
-                PUBLISH,
-                places,
-                [outgoing.to for outgoing in sent],
-                [outgoing.is_broadcast for outgoing in sent],
-                [heads[place] for place in places],
-                [outgoing.message.body for outgoing in sent],
-                [outgoing.delay for outgoing in sent],
+                SQL["publish"],
+                list(range(len(together))),
+                [sending.outgoing.to for sending in together],
+                [sending.outgoing.is_broadcast for sending in together],
+                [sending.head for sending in together],
+                [sending.outgoing.message.body for sending in together],
+                [sending.outgoing.delay for sending in together],
                 timeout_s=self._timeout_s,
             )
+        except (*_REFUSALS, asyncpg.DataError) as exc:
+            await self._find_refused(link, together, exc)
         except DRIVER_ERRORS as exc:
-            await self._on_failed(link, together, exc)
-            return
-        for _ in batch:
-            reach("message_confirmed")
-        routed = set(answer["routed"])
-        routings = iter([Routing.ROUTED if place in routed else Routing.NO_ROUTE for place in range(len(batch))])
-        for waiting in together:
-            mine = [next(routings) for _ in waiting.batch]
-            if not waiting.routings.done():
-                waiting.routings.set_result(mine)
+            # Also when the server is well but refuses, as a standby does: the next connection may find another.
+            link.abort(f"a publish failed: {describe(exc)}")
+            self._fail(together, BrokerUnavailable(self._uplink.explain(f"publish: {describe(exc)}; {_IN_DOUBT}")), exc)
+        else:
+            self._progress_s = asyncio.get_running_loop().time()
+            for _ in together:
+                reach("message_confirmed")
+            routed = set(answer["routed"])
+            for place, sending in enumerate(together):
+                self._settle(sending, Routing.ROUTED if place in routed else Routing.NO_ROUTE)
 
-    async def _on_failed(self, link: Link, together: Sequence[_Waiting], exc: Exception) -> None:
-        """Tell the callers. What the server refuses to store is refused alone: its neighbours are sent without it."""
-        is_refusal = isinstance(exc, _REFUSALS)
-        if is_refusal or isinstance(exc, asyncpg.DataError):
-            if len(together) > 1:
-                for waiting in together:
-                    await self._send(link, [waiting])
-            elif is_refusal:
-                await self._send_halves(link, together[0])
-            else:
-                together[0].fail(MalformedMessage("unencodable", f"Postgres cannot keep it: {describe(exc)}"))
-            return
-        # Also when the server is well but refuses, as a standby does: the next connection may find another.
-        link.abort(f"a publish failed: {describe(exc)}")
-        for waiting in together:
-            error = BrokerUnavailable(self._uplink.explain(f"publish: {describe(exc)}; {_IN_DOUBT}"))
-            error.__cause__ = exc
-            waiting.fail(error)
+    async def _find_refused(self, link: PostgresLink, together: Sequence[_Sending], exc: Exception) -> None:
+        """Find what the server refuses to store: a message alone in the end, its neighbours sent without it."""
+        self._progress_s = asyncio.get_running_loop().time()
+        middle = len(together) // 2
+        if middle:
+            await self._send(link, together[:middle])
+            await self._send(link, together[middle:])
+        elif isinstance(exc, _REFUSALS):
+            self._settle(together[0], Routing.REFUSED)
+        else:
+            fail(together[0].routing, MalformedMessage("unencodable", f"Postgres cannot keep it: {describe(exc)}"))
 
-    async def _send_halves(self, link: Link, waiting: _Waiting) -> None:
-        """Find the messages of a batch that are refused: each alone in the end, its neighbours sent without it."""
-        middle = len(waiting.batch) // 2
-        if middle == 0:
-            if not waiting.routings.done():
-                waiting.routings.set_result([Routing.REFUSED])
-            return
-        loop = asyncio.get_running_loop()
-        halves = [
-            _Waiting(waiting.batch[part], waiting.heads[part], 0, loop.create_future())
-            for part in (slice(middle), slice(middle, None))
-        ]
-        for half in halves:
-            await self._send(link, [half])
-        answers = await asyncio.gather(*(half.routings for half in halves), return_exceptions=True)
-        lost = next((each for each in answers if isinstance(each, BaseException)), None)
-        if isinstance(lost, CoatcheckError):
-            waiting.fail(lost)
-        elif not waiting.routings.done():
-            waiting.routings.set_result([routing for each in answers if isinstance(each, list) for routing in each])
+    def _settle(self, sending: _Sending, routing: Routing) -> None:
+        self._stats.count_routing(routing)
+        if not sending.routing.done():
+            sending.routing.set_result(routing)
 
-    def _check(self, outgoing: Outgoing) -> None:
-        size = len(outgoing.message.body)
-        if size > self._settings.max_body and REASON not in outgoing.message.headers:
-            raise OversizedMessage(
-                "oversized", f"body of {size} bytes to {outgoing.to!r}; max_body is {self._settings.max_body}"
-            )
-
-
-def _split(batch: Sequence[Outgoing]) -> Iterator[slice]:
-    """Cut a batch into parts that one statement can carry."""
-    first = size = 0
-    for place, outgoing in enumerate(batch):
-        size += len(outgoing.message.body)
-        if place > first and (place - first >= _MAX_MESSAGES or size > _MAX_BYTES):
-            yield slice(first, place)
-            first, size = place, len(outgoing.message.body)
-    if batch:
-        yield slice(first, None)
+    def _fail(self, sendings: Sequence[_Sending], error: BrokerUnavailable, cause: Exception | None = None) -> None:
+        for sending in sendings:
+            if not sending.routing.done():
+                self._stats.publish_failure_count += 1
+                fail(sending.routing, BrokerUnavailable(*error.args), cause=cause)

@@ -2,9 +2,14 @@
 
     opening ──tables, session, own queues──► serving ──lost or reaped──► on_lost(), opening again …
 
-A turn of the loop follows the wishes of consumers, writes what was settled, fetches for whoever has room, and looks
-after the house when it is time. It sleeps until somebody acks, a NOTIFY comes, a delayed message is due, or the poll
-floor is reached: a NOTIFY may be lost together with its connection, so nothing depends on it but speed.
+A turn of the loop follows the wishes of consumers, writes what was settled, fetches for those that have room, and looks
+after the house when it is time. It sleeps until a delivery is acked, a NOTIFY comes, a delayed message is due, or the
+poll floor is reached: a NOTIFY may be lost together with its connection, so nothing depends on it but speed.
+
+Every process keeps house for all: it gives back what dead sessions held, and clears what is not needed any more. A
+session is dead when its connection is gone, which its advisory lock shows at once, or when it was silent for longer
+than its lease. Burying one is a transaction: lock its row, give its messages back, forget it. A living process that was
+buried finds its row gone. If we die in the middle, nothing happened, and the next process that looks does it.
 """
 
 from __future__ import annotations
@@ -13,27 +18,18 @@ import asyncio
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
+
+import asyncpg
 
 from coatcheck.broker.background import reap, spawn, wait_first
 from coatcheck.broker.port import BrokerStats
-from coatcheck.broker.postgres.consumer import PostgresConsumer
-from coatcheck.broker.postgres.keeper import bury, bury_the_dead, sweep
-from coatcheck.broker.postgres.link import DRIVER_ERRORS, Link, Uplink, describe
-from coatcheck.broker.postgres.schema import ensure_schema
-from coatcheck.broker.postgres.session import Hold, Session, limit_bodies
-from coatcheck.broker.postgres.statements import (
-    ATTACH,
-    CHANNEL_PREFIX,
-    DETACH,
-    FETCH,
-    FIND_OWN_SESSIONS,
-    NAMESPACE,
-    OPEN_SESSION,
-    RENEW_SESSION,
-)
+from coatcheck.broker.postgres.connection import DRIVER_ERRORS, PostgresLink, PostgresUplink, describe
+from coatcheck.broker.postgres.consumer import Holding, PostgresConsumer, PostgresSession, limit_bodies
+from coatcheck.broker.postgres.sql import CHANNEL_PREFIX, NAMESPACE, SQL, ensure_schema
 from coatcheck.broker.settings import BrokerSettings
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, UsageError
 from coatcheck.log import get_logger
@@ -45,9 +41,12 @@ POLL_S = (0.5, 1.0)
 SWEEP_S = (5.0, 10.0)
 LEASE_IN_HEARTBEATS = 3
 _SCHEMA_PATIENCE_S = 60.0
+_BITE = 5000
+_DELETED_STAYS = timedelta(minutes=1)
+"""Longer than any statement may run, so that a publish that saw a queue before it was deleted has ended."""
 
 
-class Receiver:
+class PostgresReceiver:
     """Keeps one session open, for ever, while started, and serves the consumers from it.
 
     `restore` makes the queues of this process again when a session opens; `ensure_queue` makes one again that a
@@ -56,12 +55,12 @@ class Receiver:
 
     def __init__(
         self,
-        uplink: Uplink,
+        uplink: PostgresUplink,
         settings: BrokerSettings,
         stats: BrokerStats,
         *,
-        restore: Callable[[Session], Awaitable[None]],
-        ensure_queue: Callable[[Session, str], Awaitable[bool]],
+        restore: Callable[[PostgresSession], Awaitable[None]],
+        ensure_queue: Callable[[PostgresSession, str], Awaitable[bool]],
     ) -> None:
         self.process = uuid.uuid4()
         self.consumers: list[PostgresConsumer] = []
@@ -71,7 +70,7 @@ class Receiver:
         self._restore = restore
         self._ensure_queue = ensure_queue
         self._rpc_s = settings.rpc_timeout.total_seconds()
-        self._session: Session | None = None
+        self._session: PostgresSession | None = None
         self._is_up = asyncio.Event()
         self._is_refused = asyncio.Event()
         self._refusal: InvalidSettings | None = None
@@ -81,7 +80,7 @@ class Receiver:
     # --- what callers say ---
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> PostgresSession | None:
         """The open session, if there is one at this moment."""
         return self._session if self._session is not None and not self._session.lost.is_set() else None
 
@@ -107,7 +106,7 @@ class Receiver:
         self._part("stopped")
         await self._uplink.stop()
 
-    async def get_session(self) -> Session:
+    async def get_session(self) -> PostgresSession:
         """Give the open session, waiting for one. Raises `BrokerUnavailable`."""
         if (session := self.session) is not None:
             return session
@@ -147,23 +146,25 @@ class Receiver:
             except DRIVER_ERRORS as exc:
                 reason = describe(exc)
             except Exception:
-                # A bug of ours. Nobody else would ever consume again, so it costs the session and no more.
+                # A bug of ours. Nothing else would ever consume again, so it costs the session and no more.
                 log.exception("broker_receiver_failed")
                 reason = "a bug: see broker_receiver_failed in the log"
             # Also when only the session is over: its lock goes with the connection.
             link.abort(reason)
             self._part(reason)
 
-    async def _open(self, link: Link) -> Session:
+    async def _open(self, link: PostgresLink) -> PostgresSession:
         settings = self._settings
         await link.run(
             lambda connection: ensure_schema(connection, declares=settings.declares), timeout_s=_SCHEMA_PATIENCE_S
         )
         lease = LEASE_IN_HEARTBEATS * settings.heartbeat
-        (opened,) = await link.fetch(OPEN_SESSION, self.process, settings.name, lease, NAMESPACE, timeout_s=self._rpc_s)
-        session = Session(opened["id"], link, self._stats, rpc_s=self._rpc_s)
-        # Nobody knows better than we that our earlier sessions are over, also where the server still believes in them.
-        own = [row["id"] for row in await session.fetch(FIND_OWN_SESSIONS, self.process, session.id)]
+        (opened,) = await link.fetch(
+            SQL["open_session"], self.process, settings.name, lease, NAMESPACE, timeout_s=self._rpc_s
+        )
+        session = PostgresSession(opened["id"], link, self._stats, rpc_s=self._rpc_s)
+        # We know best that our earlier sessions are over, also where the server still believes in them.
+        own = [row["id"] for row in await session.fetch(SQL["find_own_sessions"], self.process, session.id)]
         if own:
             await bury(session, own, is_certain=True)
         await self._restore(session)
@@ -187,7 +188,7 @@ class Receiver:
         for consumer in self.consumers:
             consumer.tell_changed()
 
-    async def _serve(self, session: Session) -> None:
+    async def _serve(self, session: PostgresSession) -> None:
         loop = asyncio.get_running_loop()
         while not session.lost.is_set():
             session.woken.clear()
@@ -206,7 +207,7 @@ class Receiver:
 
     # --- wishes ---
 
-    async def _follow_wishes(self, session: Session, now_s: float) -> None:
+    async def _follow_wishes(self, session: PostgresSession, now_s: float) -> None:
         for consumer in tuple(self.consumers):
             is_wanted = consumer.is_wanted and not consumer.is_stopping
             if is_wanted and consumer.attached_as is None and consumer.retry_at_s <= now_s:
@@ -218,11 +219,11 @@ class Receiver:
                     await consumer.hold.release()
                 self._remove(consumer)
 
-    async def _attach(self, session: Session, consumer: PostgresConsumer) -> None:
+    async def _attach(self, session: PostgresSession, consumer: PostgresConsumer) -> None:
         """Stand in line, and listen. A queue that has gone is made again if it was ours."""
-        rows = await session.fetch(ATTACH, consumer.queue, session.id)
+        rows = await session.fetch(SQL["attach"], consumer.queue, session.id)
         if not rows and await self._ensure_queue(session, consumer.queue):
-            rows = await session.fetch(ATTACH, consumer.queue, session.id)
+            rows = await session.fetch(SQL["attach"], consumer.queue, session.id)
         if not rows:
             consumer.failure = UsageError(f"there is no queue {consumer.queue!r}: declare it first")
             consumer.retry_at_s = asyncio.get_running_loop().time() + POLL_S[0]
@@ -231,13 +232,13 @@ class Receiver:
         consumer.channel = f"{CHANNEL_PREFIX}{rows[0]['queue_id']}"
         await session.run(lambda connection: connection.add_listener(consumer.channel, self._on_notify))
         consumer.attached_as = rows[0]["id"]
-        consumer.hold = consumer.hold or Hold(session, consumer.queue)
+        consumer.hold = consumer.hold or Holding(session, consumer.queue)
         consumer.failure = None
         consumer.is_hungry = True
         consumer.tell_changed()
 
-    async def _detach(self, session: Session, consumer: PostgresConsumer) -> None:
-        await session.fetch(DETACH, consumer.attached_as)
+    async def _detach(self, session: PostgresSession, consumer: PostgresConsumer) -> None:
+        await session.fetch(SQL["detach"], consumer.attached_as)
         consumer.attached_as = None
         if not any(it.channel == consumer.channel and it.attached_as is not None for it in self.consumers):
             await session.run(lambda connection: connection.remove_listener(consumer.channel, self._on_notify))
@@ -260,8 +261,8 @@ class Receiver:
 
     # --- fetching ---
 
-    async def _fetch(self, session: Session, *, looks_anyway: bool) -> None:
-        """Fetch for whoever has room; `looks_anyway` also to see whether all of them still stand in line."""
+    async def _fetch(self, session: PostgresSession, *, looks_anyway: bool) -> None:
+        """Fetch for the consumers that have room; `looks_anyway` also to see whether all still stand in line."""
         attached = sorted((it for it in self.consumers if it.attached_as is not None), key=lambda it: it.rank)
         asked = [consumer.appetite for consumer in attached]
         if not any(asked) and not (looks_anyway and attached):
@@ -270,7 +271,7 @@ class Receiver:
             # Before, not after: a NOTIFY that comes while the fetch is under way may be about something it missed.
             consumer.is_hungry &= room == 0
         found = await session.fetch(
-            FETCH, session.id, [it.attached_as for it in attached], asked, *limit_bodies(self._settings)
+            SQL["fetch"], session.id, [it.attached_as for it in attached], asked, *limit_bodies(self._settings)
         )
         now_s = asyncio.get_running_loop().time()
         by_consumer: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
@@ -287,7 +288,7 @@ class Receiver:
             if room:
                 consumer.feed([row for row in rows if row["id"] is not None], asked=room)
 
-    async def _miss(self, session: Session, consumer: PostgresConsumer) -> None:
+    async def _miss(self, session: PostgresSession, consumer: PostgresConsumer) -> None:
         """A consumer's row is gone: we were taken for dead, or its queue was deleted."""
         await self._renew(session)
         if not session.lost.is_set():
@@ -296,7 +297,7 @@ class Receiver:
 
     # --- the house ---
 
-    async def _keep_house(self, session: Session, now_s: float) -> bool:
+    async def _keep_house(self, session: PostgresSession, now_s: float) -> bool:
         """Do what is due, and say whether it was time for a look at everything."""
         for consumer in self.consumers:
             if consumer.due_at_s is not None and consumer.due_at_s <= now_s:
@@ -315,6 +316,51 @@ class Receiver:
             await sweep(session)
         return is_look_due
 
-    async def _renew(self, session: Session) -> None:
-        if not await session.fetch(RENEW_SESSION, session.id):
+    async def _renew(self, session: PostgresSession) -> None:
+        if not await session.fetch(SQL["renew_session"], session.id):
             session.lose("taken for dead: it was silent for longer than its lease")
+
+
+# --- the house, of all processes ---
+
+
+async def bury_the_dead(session: PostgresSession) -> None:
+    """Look for sessions that are no more, and give back what they held. Raises a driver error."""
+    dead = [row["id"] for row in await session.fetch(SQL["find_dead"], session.id, NAMESPACE)]
+    if dead:
+        await bury(session, dead, is_certain=False)
+
+
+async def bury(session: PostgresSession, dead: Sequence[int], *, is_certain: bool) -> None:
+    """End sessions. Unless it is certain that they are over, one that was seen again meanwhile is left alone."""
+
+    async def work(connection: asyncpg.Connection) -> int:
+        async with connection.transaction():
+            locked = [row["id"] for row in await connection.fetch(SQL["lock_dead"], dead, NAMESPACE, is_certain)]
+            if locked:
+                # Statements of their own, so that they see what a session fetched up to the moment it was locked.
+                await connection.fetch(SQL["give_back"], locked, None)
+                await connection.fetch(SQL["forget_sessions"], locked)
+            return len(locked)
+
+    buried_count = await session.run(work)
+    if buried_count and not is_certain:
+        log.warning("broker_sessions_buried", count=buried_count)
+
+
+async def clear(session: PostgresSession, queues: Sequence[int], *, with_held: bool) -> int:
+    """Delete a bite of what queues hold, and say how much that was. Raises a driver error."""
+    return len(await session.fetch(SQL["clear"], queues, _BITE, with_held))
+
+
+async def clear_all(session: PostgresSession, queues: Sequence[int], *, with_held: bool) -> None:
+    while await clear(session, queues, with_held=with_held):
+        pass
+
+
+async def sweep(session: PostgresSession) -> None:
+    """Delete the queues of processes long gone, and a bite of what deleted queues hold. Raises a driver error."""
+    await session.fetch(SQL["expire"])
+    deleted = [row["id"] for row in await session.fetch(SQL["find_deleted"])]
+    if deleted and not await clear(session, deleted, with_held=True):
+        await session.fetch(SQL["forget_deleted"], deleted, _DELETED_STAYS)

@@ -1,4 +1,4 @@
-"""A consuming channel's life: the deliveries that came on it, and what was said of them.
+"""The life of one consuming channel: the deliveries that came on it, and what was said of them.
 
 Deliveries belong to their session: once it is lost, the broker has them again, and settling them is a no-op. Tags are
 settled once, because a second ack of one tag (406) closes the channel and redelivers everything on it.
@@ -16,8 +16,8 @@ from aiormq.channel import Channel
 from pamqp.commands import Basic
 
 from coatcheck.broker.amqp import codec
-from coatcheck.broker.amqp.connection import Link, describe
-from coatcheck.broker.amqp.socket import Receiver
+from coatcheck.broker.amqp.connection import AmqpLink, describe
+from coatcheck.broker.amqp.socket import ChannelReceiver
 from coatcheck.broker.port import BrokerStats, Delivery
 from coatcheck.log import get_logger
 from coatcheck.points import reach
@@ -32,7 +32,7 @@ class AmqpDelivery(Delivery):
 
     __slots__ = ("_is_settled", "_session", "_tag")
 
-    def __init__(self, arrived: codec.Arrived, session: Session) -> None:
+    def __init__(self, arrived: codec.Arrived, session: AmqpSession) -> None:
         self.message = arrived.message
         self.queue = session.queue
         self.is_redelivered = arrived.is_redelivered
@@ -60,7 +60,7 @@ class AmqpDelivery(Delivery):
         return self._session.lost.is_set()
 
 
-class Session(Receiver):
+class AmqpSession(ChannelReceiver):
     """Which tags of a channel are out, and which are settled but not written yet.
 
     What is settled within one turn of the event loop is written together at its end.
@@ -70,7 +70,7 @@ class Session(Receiver):
 
     def __init__(
         self,
-        link: Link,
+        link: AmqpLink,
         channel: Channel,
         queue: str,
         stats: BrokerStats,
