@@ -79,7 +79,7 @@ async def test_an_app_hears_a_task_wait_and_end() -> None:
 @pytest.mark.parametrize(
     ("topic", "wanted", "state"),
     [
-        ("wrong", ["task_failed", "task_finished"], "failed"),
+        ("wrong", ["handler_failed", "task_finished"], "failed"),
         ("again", ["attempt_failed", "task_finished"], "done"),
     ],
 )
@@ -88,7 +88,7 @@ async def test_an_app_hears_a_handler_raise(topic: str, wanted: list[str], state
 
     assert await run_on_stage(make_app(heard.append), topic) == [state]
 
-    assert [event.name for event in heard if event.name in {*wanted, "task_failed", "attempt_failed"}] == wanted
+    assert [event.name for event in heard if event.name in {*wanted, "handler_failed", "attempt_failed"}] == wanted
 
 
 async def test_an_app_hears_of_a_commit_that_will_never_be_taken() -> None:

@@ -224,7 +224,7 @@ class TaskHeld(Event, frozen=True):
         log.error("task_held", reason=self.reason, retry_in_s=self.retry_in_s)
 
 
-class TaskFailed(Event, frozen=True):
+class HandlerFailed(Event, frozen=True):
     """A handler raised and is not tried again. `task_finished` follows."""
 
     code: str

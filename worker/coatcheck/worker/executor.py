@@ -332,7 +332,7 @@ class Executor:
         retryable = live.handler.retry.is_retryable(error) if live.handler is not None else None
         code = Code(error.code) if isinstance(error, CheckpointRefused) else None
         document = problem_of(error, live.task_id, live.attempt, code=code, retryable=retryable)
-        why = events.TaskFailed(live.task_id, document["code"], document.get("exception"), self._traceback(error))
+        why = events.HandlerFailed(live.task_id, document["code"], document.get("exception"), self._traceback(error))
         return TaskEnd(TaskState.FAILED, encode(document), changes, traceback_of(error), why=why)
 
     def _traceback(self, error: BaseException) -> str | None:
