@@ -120,8 +120,11 @@ class Process:
 
     def end(self) -> tuple[int, str, str]:
         """Wait for its end: exit code, stdout, and all it said on stderr."""
-        out, rest = self.popen.communicate(timeout=WAIT_S)
-        return self.popen.returncode, out, "".join(self._lines) + rest
+        assert self.popen.stderr is not None
+        # Not left to `communicate`: it does not see what `wait_for` has read ahead.
+        self._lines += self.popen.stderr
+        out, _ = self.popen.communicate(timeout=WAIT_S)
+        return self.popen.returncode, out, "".join(self._lines)
 
 
 def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
