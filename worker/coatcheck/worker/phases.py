@@ -31,7 +31,7 @@ from collections.abc import Mapping, Set
 __all__ = ["DECIDED", "LAST_WRITES", "MOVES", "Phase"]
 
 
-class Phase(enum.Enum):
+class Phase(enum.StrEnum):
     """How far a run is."""
 
     GRANTED = "granted"
