@@ -35,7 +35,7 @@ from coatcheck.broker.amqp import codec
 from coatcheck.broker.amqp.broker import AmqpBroker
 from coatcheck.broker.amqp.connection import AmqpLink, genuine
 from coatcheck.broker.amqp.consumer import AmqpConsumer
-from coatcheck.broker.amqp.publisher import Lane
+from coatcheck.broker.amqp.publisher import Lane, Sending
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, MalformedMessage, UsageError
 
 
@@ -965,6 +965,19 @@ async def test_link_that_was_stuck_is_a_lost_connection_and_no_cancellation() ->
 
 def lane_of(broker: AmqpBroker) -> Lane:
     return broker._publisher._lanes[""]
+
+
+async def test_message_given_to_a_lane_that_is_lost_goes_over_the_next(amqp: Rig, service_name: str) -> None:
+    broker = await started(amqp, service_name)
+    await send(broker, service_name, b"first")
+    lane, loop = lane_of(broker), asyncio.get_running_loop()
+    lane.link.abort("a trial")
+
+    sending = Sending(Outgoing(service_name, Message(b"second")), loop.create_future(), loop.time() + 5.0)
+    lane.send(sending)
+
+    assert await sending.routing is Routing.ROUTED
+    await until_depth(broker, service_name, 2)
 
 
 async def test_no_more_than_a_window_is_unconfirmed(

@@ -7,7 +7,7 @@ import pytest
 from tests.broker.rigs import Inbox, Rig, send, until, until_depth
 from tests.conftest import ServiceNames
 
-from coatcheck.broker import Message, Names, Outgoing, Routing, revive
+from coatcheck.broker import Message, Names, Outgoing, Routing, connect, revive
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, OversizedMessage, UsageError
 
 FULL = Message(
@@ -153,6 +153,39 @@ async def test_oversized_body_is_refused_before_anything_is_sent_but_dead_letter
 
     assert await broker.depth(service_name) == 0
     assert await broker.publish([dead]) == [Routing.ROUTED]
+
+
+async def test_each_message_has_a_future_of_its_own(rig: Rig, service_name: str) -> None:
+    broker = await rig.connect(max_body=10)
+    await broker.declare_service(service_name)
+    names = (service_name, service_name, f"{service_name}.nowhere", service_name)
+    bodies = (b"1", b"x" * 11, b"", b"2")
+
+    futures = broker.publish_soon([Outgoing(to, Message(body)) for to, body in zip(names, bodies, strict=True)])
+    fates = await asyncio.gather(*futures, return_exceptions=True)
+
+    assert isinstance(fates.pop(1), OversizedMessage)
+    assert fates == [Routing.ROUTED, Routing.NO_ROUTE, Routing.ROUTED]
+    await until_depth(broker, service_name, 2)
+
+
+async def test_future_that_is_cancelled_changes_nothing_for_its_neighbours(rig: Rig, service_name: str) -> None:
+    broker = await rig.connect()
+    await broker.declare_service(service_name)
+
+    first, second, third = broker.publish_soon([Outgoing(service_name, Message())] * 3)
+    second.cancel()
+
+    assert [await first, await third] == [Routing.ROUTED] * 2
+
+
+async def test_message_for_a_broker_that_is_not_started_fails_in_its_future(rig: Rig, service_name: str) -> None:
+    broker = connect(rig.url)
+
+    (future,) = broker.publish_soon([Outgoing(service_name, Message())])
+
+    with pytest.raises(BrokerUnavailable, match="not started"):
+        await future
 
 
 async def test_body_over_the_limit_arrives_without_its_end_and_says_how_long_it_was(

@@ -303,14 +303,18 @@ def lose_messages_to(worker: Worker, queue: str, monkeypatch: pytest.MonkeyPatch
     """What this worker publishes to a queue is confirmed and gone; nothing marks it as sent."""
     broker = worker._broker
     assert broker is not None
-    publish = broker.publish
+    publish_soon = broker.publish_soon
 
-    async def lossy(batch: Any) -> Any:
-        kept = [outgoing for outgoing in batch if outgoing.to != queue]
-        routed = iter(await publish(kept) if kept else [])
-        return [Routing.ROUTED if outgoing.to == queue else next(routed) for outgoing in batch]
+    def lossy(batch: Any) -> Any:
+        kept = iter(publish_soon([outgoing for outgoing in batch if outgoing.to != queue]))
+        return [lost() if outgoing.to == queue else next(kept) for outgoing in batch]
 
-    monkeypatch.setattr(broker, "publish", lossy)
+    def lost() -> asyncio.Future[Routing]:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(Routing.ROUTED)
+        return future
+
+    monkeypatch.setattr(broker, "publish_soon", lossy)
     monkeypatch.setattr("coatcheck.worker.outbox.Marks.add", lambda *_: None)
 
 

@@ -492,14 +492,18 @@ async def test_calls_never_sent_are_sent_by_the_sweeper(rig: Rig, monkeypatch: p
         return await ctx.gather(*(ctx.call(peer.queue, f"{topic}-{number}", timeout=60) for number in range(2)))
 
     worker = await rig.replica(app)
-    worker_publish = worker._broker.publish  # type: ignore[union-attr]
+    publish_soon = worker._broker.publish_soon  # type: ignore[union-attr]
 
-    async def lose_calls(batch: Any) -> Any:
-        kept = [outgoing for outgoing in batch if outgoing.to != peer.queue]
-        routed = iter(await worker_publish(kept) if kept else [])
-        return [Routing.ROUTED if outgoing.to == peer.queue else next(routed) for outgoing in batch]
+    def lose_calls(batch: Any) -> Any:
+        kept = iter(publish_soon([outgoing for outgoing in batch if outgoing.to != peer.queue]))
+        return [lost() if outgoing.to == peer.queue else next(kept) for outgoing in batch]
 
-    monkeypatch.setattr(worker._broker, "publish", lose_calls)
+    def lost() -> asyncio.Future[Routing]:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(Routing.ROUTED)
+        return future
+
+    monkeypatch.setattr(worker._broker, "publish_soon", lose_calls)
     monkeypatch.setattr("coatcheck.worker.outbox.Marks.add", lambda *_: None)
 
     asked_for = await requester.send(app.service, "owls")

@@ -19,6 +19,7 @@ from tests.flow.outages import (
     store_proxy,
 )
 
+from coatcheck.broker.port import failed
 from coatcheck.errors import BrokerUnavailable, InvalidSettings
 from coatcheck.store import Store, TaskState, migrate
 from coatcheck.worker import App, Context, Worker
@@ -453,15 +454,15 @@ def fail_publishing_to(worker: Worker, queue: str, monkeypatch: pytest.MonkeyPat
     """The broker takes nothing for this queue, so many times; consuming goes on. Returns what says how often it did."""
     broker, left = worker._broker, [times]
     assert broker is not None
-    publish = broker.publish
+    publish_soon = broker.publish_soon
 
-    async def flaky(batch: Any) -> Any:
+    def flaky(batch: Any) -> Any:
         if left[0] and any(outgoing.to == queue for outgoing in batch):
             left[0] -= 1
-            raise BrokerUnavailable("for this test only")
-        return await publish(batch)
+            return [failed(BrokerUnavailable("for this test only")) for _ in batch]
+        return publish_soon(batch)
 
-    monkeypatch.setattr(broker, "publish", flaky)
+    monkeypatch.setattr(broker, "publish_soon", flaky)
     return left
 
 

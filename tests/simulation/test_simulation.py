@@ -36,6 +36,7 @@ def test_no_schedule_of_faults_breaks_a_promise(half: str) -> None:
     count = re.search(r"simulated (\d+) schedules", ended.stdout)
     assert count is not None
     assert int(count[1]) >= FEWEST
+    assert re.search(r" \d+ acks,", ended.stdout), "acks were not under way for a while, as they are on a network"
 
 
 @pytest.mark.timeout(600)

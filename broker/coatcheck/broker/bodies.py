@@ -25,7 +25,7 @@ _UNSET: Any = object()
 
 
 class BodyFormat(StrEnum):
-    """The five ways a body is read, whatever its content type is called."""
+    """The five ways a body is read, under all the names of its content type."""
 
     JSON = "json"
     MSGPACK = "msgpack"
@@ -114,7 +114,7 @@ class Body(msgspec.Struct):
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 over format and bytes: equal for equal requests, whatever the sender called the content type."""
+        """SHA-256 over format and bytes: equal for equal requests, also if senders call the content type otherwise."""
         hashed = _DIGESTS[self.content_type].copy()
         hashed.update(self.raw)
         return hashed.digest()
@@ -142,7 +142,7 @@ def parse_body(
     """Check and decode a body from outside.
 
     Raises `OversizedMessage` (`oversized`) or `MalformedMessage` (`too_deep`, `undecodable`, `unsupported_encoding`,
-    `unsupported_charset`, `unsupported_content_type`); nothing else, whatever the bytes.
+    `unsupported_charset`, `unsupported_content_type`); nothing else, for no bytes at all.
     """
     if len(raw) > limits.max_body:
         raise OversizedMessage("oversized", f"body of {len(raw)} bytes; the limit is {limits.max_body}")

@@ -11,7 +11,7 @@ from coatcheck.errors import InvalidSettings
 
 
 def find_risk(url: str) -> str | None:
-    """Say what somebody between us and this broker could do, and the remedy. None: nothing. Raises InvalidSettings."""
+    """Say what an attacker on the way to a broker could do, and the remedy; None: nothing. Raises InvalidSettings."""
     match urlsplit(url).scheme:
         case "amqp" | "amqps":
             from coatcheck.broker.amqp.connection import AmqpAddress

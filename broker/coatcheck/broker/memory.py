@@ -149,24 +149,27 @@ class MemoryDelivery(Delivery):
     __slots__ = ("_holder", "_is_settled", "_session", "_tag")
 
     def __init__(self, entry: _Entry, holder: _Holder, session: _Session, *, tag: int) -> None:
-        self.message = holder.read(entry.message)
-        self.queue = holder.queue
-        self.is_redelivered = entry.delivery_count > 1
-        self.delivery_count = entry.delivery_count
+        super().__init__(
+            holder.read(entry.message),
+            holder.queue,
+            is_redelivered=entry.delivery_count > 1,
+            delivery_count=entry.delivery_count,
+        )
         self._holder = holder
         self._session = session
         self._tag = tag
         self._is_settled = False
 
     def ack(self) -> None:
-        if not self._is_settled:
-            self._is_settled = True
-            self._holder.settle(self._session, self._tag, is_ack=True)
+        self._settle(is_ack=True)
 
     def requeue(self) -> None:
+        self._settle(is_ack=False)
+
+    def _settle(self, *, is_ack: bool) -> None:
         if not self._is_settled:
             self._is_settled = True
-            self._holder.settle(self._session, self._tag, is_ack=False)
+            self._holder.settle(self._session, self._tag, is_ack=is_ack)
 
     @property
     def is_settled(self) -> bool:
@@ -178,7 +181,7 @@ class MemoryDelivery(Delivery):
 
 
 class _Holder:
-    """Somebody who takes entries of a queue and owes the server an answer for each."""
+    """What takes entries of a queue and owes the server an answer for each: a consumer, or a look."""
 
     def __init__(self, broker: MemoryBroker, queue: str) -> None:
         self.queue = queue
@@ -259,7 +262,7 @@ class MemoryConsumer(_Holder, Consumer):
 
     def push(self, entry: _Entry) -> None:
         delivery = self.take(entry)
-        # In the consumer's own context: a network carries nothing of whoever published.
+        # In the consumer's own context: a network carries nothing of the publisher.
         self._loop.call_soon_threadsafe(self._hand_over, delivery, context=self._context)
 
     def _hand_over(self, delivery: MemoryDelivery) -> None:

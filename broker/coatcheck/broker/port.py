@@ -37,7 +37,7 @@ _COUNT = itertools.count(1)
 
 
 def new_message_id() -> str:
-    """A message_id nobody else has: unique to this process, and counted within it."""
+    """A message_id of its own: unique to this process, and counted within it."""
     return f"{_PROCESS}-{next(_COUNT)}"
 
 
@@ -113,7 +113,7 @@ class Delivery(ABC):
 
     @abstractmethod
     def requeue(self) -> None:
-        """Hand the message back for redelivery, to anyone."""
+        """Hand the message back for redelivery, to any consumer."""
 
     @property
     @abstractmethod

@@ -1,6 +1,6 @@
 """The wire contract, version 1: what messages mean, as values and pure functions.
 
-    parse_…(message) reads what anyone sent and raises `MalformedMessage` for what breaks the contract, nothing else;
+    parse_…(message) reads what a peer sent and raises `MalformedMessage` for what breaks the contract, nothing else;
     make_…(…)        writes what we send;
     dead_letter(…)   wraps what could not be read, with the reason, and revive(…) undoes that.
 
@@ -48,13 +48,13 @@ _NO_BODY = Body(BodyFormat.BYTES, b"")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Somebody asks a service for work."""
+    """A requester asks a service for work."""
 
     handler: str | None
     """None: the service's default handler."""
     body: Body
     identity: str | None
-    """Two requests with the same identity are one. None: nobody can tell, so each is a new task."""
+    """Two requests with the same identity are one. None: they cannot be told apart, so each is a new task."""
     correlation_id: str | None
     reply_to: str | None
     key: str | None = None
@@ -204,7 +204,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The call. None for `resume` only, which names a task."""
     body: Body
     problem: dict[str, Any] | None = None
-    """For `error`: an RFC 9457 document, made from whatever the peer sent."""
+    """For `error`: an RFC 9457 document, made from what the peer sent."""
     progress: Progress | None = None
     task: str | None = None
     epoch: int | None = None
@@ -322,7 +322,7 @@ def _find_reply_kind(head: Head) -> ReplyKind:
 
 
 def _read_problem(message: Message, limits: Limits) -> tuple[Body, dict[str, Any]]:
-    """Make a problem of whatever a peer sent: its document, any other JSON, text, or bytes that say nothing.
+    """Make a problem of what a peer sent: its document, any other JSON, text, or bytes that say nothing.
 
     Only size and depth are refused. Dropping an error because it is badly written would turn it into a timeout.
     """
@@ -482,7 +482,7 @@ def _letter_headers(headers: Mapping[str, HeaderValue]) -> dict[str, HeaderValue
     """What a letter can carry of the headers: what is too long, or has an inside that AMQP may not take back, stays."""
     given = {name: value for name, value in headers.items() if name != AUTHORIZATION}
     kept = {name: value for name, value in given.items() if _fits_a_letter(value)}
-    missed = sorted(name for name in given.keys() - kept.keys() if name.startswith("cc-"))  # nobody misses a trace
+    missed = sorted(name for name in given.keys() - kept.keys() if name.startswith("cc-"))  # a trace is not missed
     return kept | {BROKEN: f"left out: {', '.join(missed)}"} if missed else kept
 
 

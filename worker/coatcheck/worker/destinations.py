@@ -28,7 +28,7 @@ FORGOTTEN_AFTER_S = 600.0
 MOST_KNOWN = 10_000
 MOST_LABELS = 100
 REPLIES = "replies"
-"""The label of all reply queues together: anyone may bring one along."""
+"""The label of all reply queues together: each requester may bring one along."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Destinations:
         return to in self._refusing
 
     def may_try(self, to: str) -> bool:
-        """Whether a queue that refuses may be sent one message now. Whoever is told so says when that has ended."""
+        """Whether a queue that refuses may be sent one message now. The caller says when that has ended."""
         entry = self._refusing[to]
         if entry.is_tried or time.monotonic() < entry.next_s:
             return False

@@ -8,9 +8,9 @@
 | answer without a row | is dropped | is tried a few times, then dropped |
 | cancel, progress, hint, broadcast | is dropped | is dropped |
 
-What stays unsent in a row is the sweeper's to send. So does a call or send whose body was damaged in its row: it leaves
-once the row is restored. A queue that refuses is left alone for a while
-(`destinations.py`), so that it holds up nothing but its own messages.
+What stays unsent in a row is the sweeper's to send. So is a call or send whose body was damaged in its row: it leaves
+once the row is restored. A queue that refuses is left alone for a while (`destinations.py`), so that it holds up
+nothing but its own messages.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class Outbox:
     async def _publish(self, batch: Sequence[Outgoing], *, is_named: bool) -> list[Routing]:
         """Publish, and note which queues refuse and which take again."""
         reach("before_publish")
+        futures = self._broker.publish_soon(batch)
         self._publishing_count += 1
         self._is_idle.clear()
         try:
-            futures = self._broker.publish_soon(batch)
             routings = await settled(futures)
         except CoatcheckError:
             self._note(batch, [None if future.exception() else future.result() for future in futures], is_named)
@@ -138,7 +138,7 @@ class Outbox:
                     self._destinations.note(outgoing.to, fate, _label(outgoing, is_named=is_named))
 
     async def publish_home(self, messages: Sequence[Outgoing], service: str) -> list[Routing]:
-        """Publish to queues of a service of ours; one that somebody deleted is made again first. No fate is NO_ROUTE.
+        """Publish to queues of a service of ours; one that was deleted is made again first. No fate is NO_ROUTE.
 
         Raises BrokerUnavailable, also if it is gone and this process may not make it.
         """
@@ -182,7 +182,7 @@ class Outbox:
 
     async def pause(self, number: int) -> bool:
         """Wait before the next try at something that is kept in RAM only, the longer the more there were. False, at
-        once: so many wait already that whatever they hold up must not wait for another.
+        once: so many wait already that what they hold up must not wait for another.
         """
         if self._patience <= 0:
             return False
@@ -226,7 +226,7 @@ class Outbox:
         return refused
 
     async def cancel_calls(self, calls: Sequence[Peer], reason: str) -> None:
-        """Tell peers that nobody waits any more; who has no control queue never hears it."""
+        """Tell peers that their answers are not awaited any more; a peer without a control queue never hears it."""
         cancels = [cancel_message(call.call_id, call.peer, reason) for call in calls if call.kind is Kind.CALL]
         if cancels:
             await self.publish(cancels, is_named=True)
@@ -289,7 +289,7 @@ class Marks:
         )
 
     def forget(self, call_id: CallId) -> None:
-        """Its reply was claimed here: nobody will ask any more whether it was sent."""
+        """Its reply was claimed here: whether it was sent does not matter any more."""
         self._sent.pop(call_id, None)
         self._refused.discard(call_id)
 

@@ -1,7 +1,7 @@
 """The RabbitMQ adapter: two supervised connections, a publisher, consumers, and the topology they need.
 
 Publishing and consuming use separate connections: under a memory or disk alarm RabbitMQ stops reading from
-connections that publish, and an ack sent on one would not be read either. Whatever can fail on its own has a channel
+connections that publish, and an ack sent on one would not be read either. All that can fail on its own has a channel
 of its own: each consumer, each declare, each look at a queue. A failed or cancelled AMQP call closes its channel, and
 nothing else may hang on that.
 """

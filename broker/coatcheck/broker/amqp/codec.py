@@ -4,7 +4,7 @@ A message travels as a method frame, a header frame with its properties, and bod
 batch into one buffer, costs a tenth of what the driver takes; reading them too. All other methods are the driver's.
 
 Headers are whitelisted in both directions. `CC` and `BCC` make RabbitMQ copy a message to other queues, `x-…` headers
-steer the broker, and whatever else a peer sends is none of our business. What is none of our business is skipped by
+steer the broker, and all else that a peer sends is none of our business. What is none of our business is skipped by
 its length and never decoded, so a stranger's impossible date or bottomless table in it cannot hurt; what is ours and
 nested is read up to a size.
 """
@@ -242,7 +242,7 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
 def read_arrived(method: bytes, header: bytes, body: bytes, *, is_get: bool, is_dead: bool) -> Arrived:
     """Read a message off a queue. From a dead queue, the broker's own reason for a dead letter is read like ours.
 
-    Properties are whatever bytes the sender wrote; RabbitMQ does not look. A message whose properties cannot be read
+    Properties are the bytes that the sender wrote; RabbitMQ does not look. A message whose properties cannot be read
     takes the road of all malformed messages, to the dead-letter queue.
     """
     try:
@@ -290,32 +290,27 @@ def _read_message(header: bytes, body: bytes, *, is_dead: bool) -> tuple[Message
 
     Raises ValueError or LookupError where properties run over the end.
     """
-    at, fields, count, death = 14, _NO_FIELDS.copy(), None, None
+    at, count, death = 14, None, None
+    fields: dict[str, Any] = {"body": body}
     _, _, announced, flags = _HEADER_START.unpack_from(header)
-    for field, size in _layout(flags):
+    for name, size in _layout(flags):
         if size == _SHORT:
             start = at + 1
             at = start + header[at]
-            if field:
-                fields[field] = header[start:at].decode()
+            if name:
+                fields[name] = header[start:at].decode()
         elif size == _TABLE:
             start = at + 4
             at = start + _LONG.unpack_from(header, at)[0]
-            fields[field], count, death = _read_table(header, start, at, is_dead=is_dead)
+            fields["headers"], count, death = _read_table(header, start, at, is_dead=is_dead)
         else:
             at += size
     if at > len(header):
         raise ValueError("properties end before their time")
-    fields[0] = body
     if announced != len(body) and body:  # of what is returned to us no body is kept, and none is missed
-        fields[_HEADERS_AT] = {**fields[_HEADERS_AT], SIZE: announced}
-    return Message(*fields), count, death
+        fields["headers"] = {**fields.get("headers", {}), SIZE: announced}
+    return Message(**fields), count, death
 
-
-# A message's fields in their order, the body first: filled in by number, which takes a quarter less than by name.
-_NO_FIELDS: list[Any] = [getattr(Message(), name) for name in Message.__struct_fields__]
-_FIELDS = {name: at for at, name in enumerate(Message.__struct_fields__)}
-_HEADERS_AT = _FIELDS["headers"]
 
 _SHORT, _TABLE = -1, -2
 # Properties in their order, as far as we read: flag, name if it is ours to know, size.
@@ -335,11 +330,11 @@ _PROPERTIES: tuple[tuple[int, str | None, int], ...] = (
 
 
 @lru_cache(maxsize=256)
-def _layout(flags: int) -> tuple[tuple[int, int], ...]:
-    """Which properties follow such flags: field of a message, or 0, and size. Raises ValueError for unknown flags."""
+def _layout(flags: int) -> tuple[tuple[str | None, int], ...]:
+    """Which properties follow such flags: field of a message, if any, and size. Raises ValueError for unknown flags."""
     if flags & 1:
         raise ValueError("more flags than AMQP has properties")
-    return tuple((_FIELDS[name] if name else 0, size) for flag, name, size in _PROPERTIES if flags & flag)
+    return tuple((name, size) for flag, name, size in _PROPERTIES if flags & flag)
 
 
 def _read_table(
@@ -388,7 +383,7 @@ def _read_value(kind: bytes, raw: bytes, start: int, end: int) -> Any:
 def _latest_death(deaths: Any) -> Mapping[str, Any] | None:
     """What the broker wrote when it dead-lettered a message; what we buried ourselves has nothing of the kind.
 
-    The broker puts the latest death in front, whatever the sender had written there. The `x-first-death-…` headers it
+    The broker puts the latest death in front of what the sender had written there. The `x-first-death-…` headers it
     leaves as they came.
     """
     return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else None

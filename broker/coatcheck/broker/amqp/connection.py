@@ -67,7 +67,7 @@ class AmqpAddress:
     context: ssl.SSLContext | None
     place: str
     risk: str | None
-    """What somebody on the way could do; None: nothing, or there is no way."""
+    """What an eavesdropper on the way could do; None: nothing, or there is no way."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -343,7 +343,7 @@ class AmqpLink:
             callbacks, self._on_lost = self._on_lost, []
             for callback in callbacks:
                 callback()
-        self.unblocked.set()  # nobody waits for a connection that is gone
+        self.unblocked.set()  # there is nothing to wait for on a connection that is gone
 
 
 def _get_driver(connection: aio_pika.Connection) -> Connection:

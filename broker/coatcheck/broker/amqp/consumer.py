@@ -10,8 +10,8 @@ was handed over.
 
 RabbitMQ leaves one consumer deaf without a word. When a quorum queue is deleted and made again at once, the broker
 puts the old consumer on the new queue, and then drops what it delivers to it: as many messages as the old queue had
-delivered. They are not ready in the queue either, so nobody can see them. Only a new channel helps; so whoever makes
-a queue again, and a watchdog now and then, has its idle consumers move to one (`refresh`).
+delivered. They are not ready in the queue either, so they cannot be seen. Only a new channel helps; so a broker that
+makes a queue again, and a watchdog now and then, has idle consumers move to one (`refresh`).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class AmqpConsumer(Consumer):
             self.session.lose(reason)
 
     def refresh(self) -> None:
-        """Move to another channel as soon as nothing is held on this one. Nobody notices."""
+        """Move to another channel as soon as nothing is held on this one. No delivery is lost by it."""
         self._is_refreshing = True
         self._wish.set()
 
@@ -223,7 +223,7 @@ class AmqpConsumer(Consumer):
     async def _try_ensure_queue(self) -> bool:
         try:
             return await self._ensure_queue(self.queue)
-        except CoatcheckError as exc:  # away, or we may not, or somebody made it otherwise; it may be put right
+        except CoatcheckError as exc:  # away, or we may not, or another program made it otherwise; it may be put right
             log.warning("queue_not_declared", queue=self.queue, error=str(exc))
             return False
 

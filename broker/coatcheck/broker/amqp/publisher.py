@@ -136,14 +136,15 @@ class AmqpPublisher:
                 try:
                     lane = await self._get_lane(exchange, min(sending.deadline_s for sending in held))
                 except (BrokerUnavailable, *DRIVER_ERRORS) as exc:
-                    late, self._held[exchange] = held, (held := deque())
-                    held.extend(self._fail_late(late, exc))
-                    await asyncio.sleep(_RETRY_PAUSE_S if held else 0.0)
+                    again = self._fail_late(held, exc)
+                    held.clear()
+                    held.extend(again)
                 else:
-                    while held:
+                    while held and not lane.is_lost:
                         sending = held.popleft()
-                        if not sending.routing.done():  # its caller has left, and it was not sent yet
+                        if not sending.routing.done():  # a message whose caller has left does not go
                             lane.send(sending)
+                await asyncio.sleep(_RETRY_PAUSE_S if held else 0.0)
         finally:
             self._feeders.pop(exchange, None)
 
@@ -253,6 +254,9 @@ class Lane(ChannelReceiver):
 
     def send(self, sending: Sending) -> None:
         """Write a message as soon as there is room."""
+        if self.is_lost:
+            self._on_doubt(self._exchange, [sending], self._explain(None))
+            return
         if not self._in_flight:
             self._progress_at_s = self._loop.time()
         outgoing = sending.outgoing
@@ -421,9 +425,12 @@ class Lane(ChannelReceiver):
         if self._exchange and isinstance(error, ChannelNotFoundEntity):
             for sending in (*self._in_flight.values(), *itertools.chain.from_iterable(self._behind.values())):
                 self._settle(sending, Routing.NO_ROUTE)
-        if not isinstance(error, Exception) or type(error) is Exception:
-            error = self.link.error
-        self._doubt(error or ConnectionError(f"the connection was lost: {self.link.reason or 'channel closed'}"))
+        self._doubt(self._explain(error))
+
+    def _explain(self, error: BaseException | None) -> BaseException:
+        if isinstance(error, Exception) and type(error) is not Exception:
+            return error
+        return self.link.error or ConnectionError(f"the connection was lost: {self.link.reason or 'channel closed'}")
 
     def _doubt(self, error: BaseException) -> None:
         behind = itertools.chain.from_iterable(self._behind.values())

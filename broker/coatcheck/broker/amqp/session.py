@@ -33,23 +33,26 @@ class AmqpDelivery(Delivery):
     __slots__ = ("_is_settled", "_session", "_tag")
 
     def __init__(self, arrived: codec.Arrived, session: AmqpSession) -> None:
-        self.message = arrived.message
-        self.queue = session.queue
-        self.is_redelivered = arrived.is_redelivered
-        self.delivery_count = arrived.delivery_count
+        super().__init__(
+            arrived.message,
+            session.queue,
+            is_redelivered=arrived.is_redelivered,
+            delivery_count=arrived.delivery_count,
+        )
         self._tag = arrived.tag
         self._session = session
         self._is_settled = False
 
     def ack(self) -> None:
-        if not self._is_settled:
-            self._is_settled = True
-            self._session.settle(self._tag, is_ack=True)
+        self._settle(is_ack=True)
 
     def requeue(self) -> None:
+        self._settle(is_ack=False)
+
+    def _settle(self, *, is_ack: bool) -> None:
         if not self._is_settled:
             self._is_settled = True
-            self._session.settle(self._tag, is_ack=False)
+            self._session.settle(self._tag, is_ack=is_ack)
 
     @property
     def is_settled(self) -> bool:
@@ -165,7 +168,7 @@ class AmqpSession(ChannelReceiver):
             self._on_delivery(delivery)
         except Exception:
             # A bug in the receiver. Handing it back costs a delivery each time, so the queue's limit ends the loop in
-            # the dead-letter queue, where somebody looks.
+            # the dead-letter queue, where a person looks.
             log.exception("on_delivery_failed", queue=self.queue)
             delivery.requeue()
 

@@ -50,7 +50,7 @@ _MOST_PER_SECOND = 5000
 
 
 class ChannelReceiver(ABC):
-    """Who gets the messages and confirms of one channel. Called in the order of the wire; must not block.
+    """What gets the messages and confirms of one channel. Called in the order of the wire; must not block.
 
     It raises `ProtocolViolated` for what no broker may send, and nothing else. `takes` are the methods it is for. Of a
     body over `max_body` bytes it gets the beginning: all that is kept while the rest is read and dropped.
@@ -172,7 +172,7 @@ class Wire(asyncio.StreamReaderProtocol):
         self._intakes[channel] = _Intake(receiver)
 
     def detach(self, channel: int, receiver: ChannelReceiver) -> None:
-        """Give them to nobody, unless the channel's number is somebody else's by now."""
+        """Drop them from here on, unless the channel's number is another receiver's by now."""
         intake = self._intakes.get(channel)
         if intake is not None and intake.receiver is receiver:
             del self._intakes[channel]
