@@ -111,25 +111,22 @@ class Client:
     async def _read(self) -> None:
         while True:
             async with Stranger(self._scene.broker) as stranger:
-                channel = await stranger.channel()
 
                 async def on_message(message: DeliveredMessage) -> None:
                     self.tally.take(message)
 
-                await stranger.consume(self.queue, on_message, is_declared=False)
-                if not self._is_slow:
-                    await asyncio.Event().wait()
-                await asyncio.sleep(HERE_S)
-                await channel.close()
-            if not self._scene.ends.is_set():
+                channel = await stranger.consume(self.queue, on_message, is_declared=False)
+                await asyncio.wait([channel.closing], timeout=HERE_S if self._is_slow else None)
+            if self._is_slow and not self._scene.ends.is_set():
                 await self._scene.pause(AWAY_S)
 
 
 async def serve_good(scene: Scene) -> None:
     """A peer that answers at once and rightly."""
-    async with Stranger(scene.broker) as stranger:
-        await stranger.consume(f"{scene.service}-good", _answering(stranger), durable=True)
-        await asyncio.Event().wait()
+    while True:  # as a peer does that loses its connection
+        async with Stranger(scene.broker) as stranger:
+            channel = await stranger.consume(f"{scene.service}-good", _answering(stranger), durable=True)
+            await asyncio.wait([channel.closing])
 
 
 async def serve_full(scene: Scene) -> None:

@@ -57,8 +57,8 @@ class Stranger:
         with contextlib.suppress(aiormq.AMQPError, ConnectionError):
             await channel.basic_publish(body, routing_key=to, properties=properties, wait=False)
 
-    async def consume(self, queue: str, on_message: OnMessage, **declare: Any) -> str:
-        """Declare a queue and consume it, acking each message once it was handled; the tag that ends the consumer."""
+    async def consume(self, queue: str, on_message: OnMessage, **declare: Any) -> Any:
+        """Declare a queue and consume it, acking what was handled, until the returned channel closes."""
         channel = await self.channel()
         if declare.pop("is_declared", True):
             await channel.queue_declare(queue, **declare)
@@ -68,9 +68,8 @@ class Stranger:
             await on_message(message)
             await message.channel.basic_ack(message.delivery_tag or 0)
 
-        answered = await channel.basic_consume(queue, take)
-        tag: str = answered.consumer_tag
-        return tag
+        await channel.basic_consume(queue, take)
+        return channel
 
 
 @dataclass

@@ -71,7 +71,8 @@ def birth(task_id: TaskId | None = None, **options: Any) -> Birth:
 def call(key: str = "search#1", **options: Any) -> NewCall:
     if "idle" not in options:
         options.setdefault("hard", MINUTE)
-    return NewCall(CallId(uuid.uuid4()), key, Kind.CALL, "search", b"digest", "search", encode(key), **options)
+    peer = options.pop("peer", "search")
+    return NewCall(CallId(uuid.uuid4()), key, Kind.CALL, "search", b"digest", peer, encode(key), **options)
 
 
 def calls(count: int) -> list[NewCall]:

@@ -44,6 +44,7 @@ METHODS = {
     "renew": lambda store: store.renew([], lease=MINUTE),
     "give_back": lambda store: store.give_back([], lease=MINUTE, detaches=True),
     "hasten_held": lambda store: store.hasten_held("svc"),
+    "hasten_unsent": lambda store: store.hasten_unsent("search"),
     "mark_sent": lambda store: store.mark_sent([]),
     "mark_final_sent": lambda store: store.mark_final_sent({}),
     "resend_calls": lambda store: store.resend_calls([], after=MINUTE),

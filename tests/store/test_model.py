@@ -127,6 +127,8 @@ class Twins(RuleBasedStateMachine):
 
     def _hasten(self, make: Maker) -> None:
         self._happened["hastened"] += self._ask(lambda store: store.hasten_held("svc"))
+        queue = make.one(["search", "asker", "c-1"])
+        self._happened["hastened unsent"] += self._ask(lambda store: store.hasten_unsent(queue))
 
     def _repair(self, make: Maker) -> None:
         """With a wait ended by hand, behind the stores' back: else there is nothing to repair."""

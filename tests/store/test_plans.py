@@ -169,6 +169,7 @@ async def _do_everything(store: Store, sql: asyncpg.Connection, bench: Bench) ->
     await make_due(bench, late)
     await store.look(limit=100, again=timedelta(seconds=30))
     await store.next_look()
+    await store.hasten_unsent("search")
     await sql.execute("UPDATE coatcheck.task SET finished_at = now() - interval '1 day' WHERE id = $1", task.task_id)
     assert await store.retire(limit=100, keep=Retention(timedelta(hours=1), timedelta(hours=1))) >= 1
     await store.repair(after=uuid.UUID(int=0), limit=100, quiet=timedelta())

@@ -266,6 +266,23 @@ async def test_final_reply_of_a_detached_run_comes_up_until_it_is_marked(store, 
     assert await store.next_look() is None
 
 
+async def test_what_waits_for_a_queue_that_takes_again_comes_up_at_once(store):
+    """Pauses grow with age: what waits for a queue that is full in turns would meet few of its good moments."""
+    waiting, sent, other = call(peer="full"), call(peer="full"), call(peer="another")
+    await park(store, [waiting, sent, other])
+    await store.mark_sent([sent.call_id])
+    task = await start(store)
+    await written(store, put_of(task, done(is_detached=True)))
+    assert not await look(store)
+
+    counts = [await store.hasten_unsent(queue) for queue in ("full", task.addresses[0].reply_to, "unknown")]
+    looked = await look(store)
+
+    assert counts == [1, 1, 0]
+    assert [peer.call_id for peer in looked.unsent] == [waiting.call_id]
+    assert [each.task_id for each in looked.unsent_finals] == [task.task_id]
+
+
 async def test_mark_leaves_a_final_reply_alone_that_is_to_be_told_elsewhere_too(store, bench):
     """A late duplicate with a full reply queue was acked while the sweeper sent the reply to all it knew of."""
     task = await start(store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,8 +16,12 @@ from structlog.testing import capture_logs
 from tests.flow.harness import until
 
 from coatcheck.broker import connect
+from coatcheck.broker.memory import MemoryBroker
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store import TaskState, newest_version
+from coatcheck.store.blobs import encode
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import CallId, Peer, TaskId
 from coatcheck.store.views import LookedAt, Retention
 from coatcheck.worker import Settings, Sweeper
 from coatcheck.worker import sweeper as sweeper_module
@@ -64,9 +68,8 @@ class FullStore:
 
 @asynccontextmanager
 async def swept(store: FullStore, **options: Any) -> AsyncIterator[Sweeper]:
-    settings = Settings(
-        broker=f"memory://{uuid4()}", sweep_interval=timedelta(seconds=0.05), sweeper_queue="cctest-hints", **options
-    )
+    options.setdefault("broker", f"memory://{uuid4()}")
+    settings = Settings(sweep_interval=timedelta(seconds=0.05), sweeper_queue="cctest-hints", **options)
     sweeper = Sweeper(settings)
     async with connect(settings.broker) as broker:
         sweeping = asyncio.create_task(sweeper._sweep_until_stopped(broker, store))  # type: ignore[arg-type]
@@ -93,6 +96,47 @@ async def test_gauge_of_tasks_does_not_wait_for_the_walk_through_parked_ones() -
 
     assert counted_at is not None
     assert begun - 1 <= counted_at <= time.time() + 1
+
+
+class Refusing(FullStore):
+    """A store with one call that was never sent."""
+
+    def __init__(self, call: Peer) -> None:
+        super().__init__()
+        self.unsent: tuple[Peer, ...] = (call,)
+        self.hastened: list[str] = []
+
+    async def look(self, **_: Any) -> LookedAt:
+        self.looks += 1
+        return LookedAt(unsent=self.unsent)
+
+    async def mark_sent(self, calls: Sequence[CallId]) -> None:
+        if calls:
+            self.unsent = ()
+
+    async def hasten_unsent(self, queue: str) -> int:
+        self.hastened.append(queue)
+        return 0
+
+
+async def test_queue_that_takes_again_has_all_that_waits_for_it_sent() -> None:
+    call = Peer(CallId(uuid4()), TaskId(uuid4()), "svc", Kind.CALL, "k", "peer", None, encode(1), {}, None, None)
+    store = Refusing(call)
+
+    address = f"memory://{uuid4()}"
+    async with swept(store, broker=address), connect(address) as broker:
+        assert isinstance(broker, MemoryBroker)
+        await broker.declare_service("peer")
+        broker.server.limit("peer", 0)
+        looks = store.looks
+        await until(lambda: store.looks > looks + 3, what="the queue refuses it")
+        assert store.unsent
+        assert not store.hastened
+
+        broker.server.limit("peer", None)
+        await until(lambda: bool(store.hastened), what="the queue takes it")
+
+    assert store.hastened == ["peer"]
 
 
 async def test_sweeping_goes_on_while_tasks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

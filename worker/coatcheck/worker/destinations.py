@@ -48,6 +48,7 @@ class Destinations:
         self._metrics = metrics
         self._refusing: OrderedDict[str, _Refusing] = OrderedDict()
         self._counts: Counter[str] = Counter()
+        self._took_again: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._refusing)
@@ -76,7 +77,14 @@ class Destinations:
             self._refuse(to, entry, label)
         elif entry is not None:
             self._forget(to)
+            if len(self._took_again) < MOST_KNOWN:
+                self._took_again.add(to)
             log.info("destination_took_again", queue=to[:64], refused_s=round(time.monotonic() - entry.since_s, 1))
+
+    def take_open(self) -> set[str]:
+        """The queues that have begun to take messages again since this was last asked."""
+        opened, self._took_again = self._took_again, set()
+        return opened
 
     def count_refused(self, label: str, count: int = 1) -> None:
         self._metrics.refused.labels(self._known(label)).inc(count)

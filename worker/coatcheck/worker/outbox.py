@@ -76,6 +76,10 @@ class Outbox:
             return await self._publish(batch, is_named=is_named)
         return await self._publish_around(batch, is_named=is_named)
 
+    def take_open(self) -> set[str]:
+        """The queues that refused, and have begun to take messages again since this was last asked."""
+        return self._destinations.take_open()
+
     async def _publish_around(self, batch: Sequence[Outgoing], *, is_named: bool) -> list[Routing]:
         """Publish while some queues refuse: to those whose pause is over one message, and the rest if it was taken."""
         destinations = self._destinations

@@ -223,6 +223,9 @@ class Sweeper:
             told = [task for task in looked.unsent_finals if task.task_id not in left]
             await store.mark_final_sent({task.task_id: task.addresses for task in told})
             self.metrics.resent.inc(len(finals) - len(left))
+        for queue in outbox.take_open():
+            # What waits for it has pauses of minutes by now; a queue that is full in turns would meet few of them.
+            await store.hasten_unsent(queue)
 
     async def _send_finals(self, outbox: Outbox, tasks: Sequence[Task]) -> list[Task]:
         """Send final replies. Gives back the tasks of which one was refused, and remembers who was told meanwhile: else

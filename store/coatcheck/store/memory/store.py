@@ -37,6 +37,7 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_cancels.cancel: claims.cancel,
         pg_sweeps.renew: sweeps.renew,
         pg_sweeps.hasten_held: sweeps.hasten_held,
+        pg_sweeps.hasten_unsent: sweeps.hasten_unsent,
         pg_sweeps.mark_sent: sweeps.mark_sent,
         pg_sweeps.mark_final_sent: sweeps.mark_final_sent,
         pg_sweeps.resend_calls: sweeps.resend_calls,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from coatcheck.store import decide
 from coatcheck.store.blobs import is_damaged
-from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, earliest
+from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, check_text, earliest
 from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, TaskId, TaskState
 from coatcheck.store.views import LookedAt, Renewal, Renewed, Retention
 
@@ -114,6 +114,38 @@ def hasten_held(tables: Tables, service: str) -> int:
     for row in held:
         tables.change(row, task=replace(row.task, due_at=tables.now), look_at=tables.now)
     return len(held)
+
+
+def hasten_unsent(tables: Tables, queue: str, *, limit: int) -> int:
+    check_text(queue)
+    longest_at = tables.now + max(decide.LONGEST_RESEND, decide.RESEND_AFTER)
+    calls = [
+        call
+        for call in _open_calls(tables)
+        if call.new.peer == queue
+        and not call.is_sent
+        and call.new.kind.is_published
+        and _is_between(tables.now, call.look_at, longest_at)
+    ]
+    finals = [
+        row
+        for row in tables.tasks.values()
+        if row.task.state.is_final
+        and not row.task.is_final_sent
+        and any(queue in (address.reply_to, address.correlation_id) for address in row.task.addresses)
+        and _is_between(tables.now, row.look_at, longest_at)
+    ]
+    calls.sort(key=lambda call: call.opened_at)
+    finals.sort(key=lambda row: row.task.finished_at or tables.now)
+    for call in calls[:limit]:
+        tables.change(call, look_at=tables.now)
+    for row in finals[:limit]:
+        tables.change(row, look_at=tables.now)
+    return len(calls[:limit]) + len(finals[:limit])
+
+
+def _is_between(now: datetime, look_at: datetime | None, longest_at: datetime) -> bool:
+    return look_at is not None and now < look_at < longest_at
 
 
 def mark_sent(tables: Tables, calls: Sequence[CallId]) -> None:

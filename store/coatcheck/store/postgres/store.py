@@ -141,6 +141,10 @@ class Store:
         """Let the held tasks of a service be tried again now: new code is here, which may fit them."""
         return await self._do(sweeps.hasten_held, service)
 
+    async def hasten_unsent(self, queue: str, *, limit: int = 1000) -> int:
+        """Let what waits to be sent to this queue be sent now: it takes messages again. The oldest goes first."""
+        return await self._do(sweeps.hasten_unsent, queue, limit=limit)
+
     async def mark_sent(self, calls: Sequence[CallId]) -> None:
         await self._do(sweeps.mark_sent, calls)
 

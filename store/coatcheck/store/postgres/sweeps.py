@@ -137,6 +137,15 @@ async def hasten_held(connection: Connection, service: str, *, limit: int = 1000
     return len(await connection.execute(STATEMENTS["hasten_held"], {"service": service, "limit": limit}))
 
 
+async def hasten_unsent(connection: Connection, queue: str, *, limit: int) -> int:
+    """Let calls and final replies that wait for this queue be sent now, the oldest first. Gives their count."""
+    await connection.begin()
+    longest_s = max(decide.LONGEST_RESEND, decide.RESEND_AFTER).total_seconds()
+    values = {"queue": queue, "limit": limit, "longest_s": longest_s}
+    calls = await connection.execute(STATEMENTS["hasten_calls"], values)
+    return len(calls) + len(await connection.execute(STATEMENTS["hasten_finals"], values))
+
+
 async def mark_sent(connection: Connection, calls: Sequence[CallId]) -> None:
     """Note that calls are known to be with the broker; a send is over with that."""
     await connection.execute(STATEMENTS["mark_sent"], {"ids": sorted(calls)})
