@@ -11,7 +11,8 @@ from tests.flow.outages import metric
 from tests.flow.test_bad_input import dead_letters
 
 from coatcheck.store import CallState, TaskState
-from coatcheck.store.rows import CallId, History, Kind, NewCall
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import CallId, History, NewCall
 from coatcheck.worker import App, Context, Worker
 from coatcheck.worker.engine.journal import Ledger
 

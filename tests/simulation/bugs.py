@@ -18,6 +18,7 @@ from msgspec import structs
 from coatcheck.broker.port import Delivery, Outgoing
 from coatcheck.store import decide
 from coatcheck.store.batcher import Batcher
+from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryStore, Tables, claims, puts
 from coatcheck.store.memory import sweeps as memory_sweeps
 from coatcheck.store.memory.store import OPERATIONS
@@ -27,7 +28,6 @@ from coatcheck.store.rows import (
     Changes,
     Committed,
     Finish,
-    Kind,
     NewCall,
     Park,
     Peer,

@@ -11,6 +11,7 @@ from typing import Any
 from tests.store.bench import Bench, Row, Rows
 
 from coatcheck.store import Store, encode
+from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import (
     Address,
     Again,
@@ -24,7 +25,6 @@ from coatcheck.store.rows import (
     Going,
     Group,
     Hold,
-    Kind,
     NewCall,
     NewEntry,
     Park,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coatcheck.store import blobs
+from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import (
     CallId,
     CallState,
@@ -20,7 +21,6 @@ from coatcheck.store.rows import (
     Committed,
     Group,
     History,
-    Kind,
     NewCall,
     OpenCall,
     Recorded,

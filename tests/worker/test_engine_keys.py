@@ -14,7 +14,8 @@ import pytest
 from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import UsageError
-from coatcheck.store.rows import CallId, CallState, History, Kind, OpenCall, Recorded
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import CallId, CallState, History, OpenCall, Recorded
 from coatcheck.worker.engine.keys import NO_DIGEST, Journal, Scope, Wanted, digest_of, escape_name
 from coatcheck.worker.engine.run_port import Held, Parked
 

@@ -11,7 +11,7 @@ import pytest
 from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import CallFailed, CallTimedOut
-from coatcheck.store.rows import Kind
+from coatcheck.store.kinds import Kind
 from coatcheck.worker.engine.classify import find_unsupported
 from coatcheck.worker.engine.run_port import Finished, Parked
 

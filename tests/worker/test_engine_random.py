@@ -17,7 +17,8 @@ import pytest
 from tests.worker.fake_port import Desk
 
 from coatcheck.errors import CallFailed
-from coatcheck.store.rows import CallState, Kind
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import CallState
 from coatcheck.worker.engine.run_port import Abandoned, Finished, Parked
 
 SEEDS = int(os.environ.get("COATCHECK_TEST_SEEDS", "60"))

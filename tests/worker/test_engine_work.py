@@ -16,7 +16,8 @@ import pytest
 from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import CallFailed, StepFailed, UsageError
-from coatcheck.store.rows import CallState, Kind, NewCall, TaskId
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import CallState, NewCall, TaskId
 from coatcheck.worker.engine.run_port import Finished, Parked, Raised
 from coatcheck.worker.messages import call_message, peer_of_new
 from coatcheck.worker.retry import Retry

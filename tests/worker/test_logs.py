@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from coatcheck.broker.bodies import Body
-from coatcheck.store.rows import Kind
+from coatcheck.store.kinds import Kind
 from coatcheck.worker import logs
 from coatcheck.worker.engine.keys import Wanted
 from coatcheck.worker.engine.work import CallWork

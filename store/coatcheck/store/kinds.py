@@ -1,4 +1,5 @@
-"""The kinds of durable work, and all that differs between them. No other module asks which kind it has in hand.
+"""The kinds of durable work, and all that differs between them. Others ask for what differs, not for the kind; only the
+engine, which runs steps and makes notes up, tells those two apart.
 
 | kind  | made by            | lives in | published | awaited | when it is due |
 |-------|--------------------|----------|-----------|---------|----------------|

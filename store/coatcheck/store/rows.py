@@ -27,7 +27,7 @@ from uuid import UUID
 
 import msgspec
 
-from coatcheck.store.kinds import Kind as Kind  # noqa: PLC0414
+from coatcheck.store.kinds import Kind
 
 ALONE = 1_000_000
 """Added to the pick-ups of a task that runs with nobody beside it: if the process ends now, it was this one."""

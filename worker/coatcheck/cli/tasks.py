@@ -31,7 +31,7 @@ from coatcheck.cli.output import (
     stdout,
 )
 from coatcheck.store.postgres.store import Store
-from coatcheck.store.rows import FINAL_STATES, CallState, Kind, Task, TaskState
+from coatcheck.store.rows import FINAL_STATES, CallState, Task, TaskState
 from coatcheck.store.views import Line, Summary
 from coatcheck.worker.problems import CODES, Code
 from coatcheck.worker.redaction import clean
@@ -315,7 +315,7 @@ def _finished(task: Task) -> str | None:
 def _cells(line: Line, now: datetime, limit: int | None, *, day_of: datetime) -> list[str]:
     is_open = line.state is CallState.OPEN
     notes = [describe_progress(line.progress)] if is_open and line.progress else []
-    notes += ["not known to be sent"] if is_open and not line.is_sent and line.kind is not Kind.TIMER else []
+    notes += ["not known to be sent"] if is_open and not line.is_sent and line.kind.is_published else []
     notes += ["forgotten: a retry does it again"] if line.is_forgotten else []
     value = _value_of(line, LONGEST_CELL if limit else None)
     # A step's row is written when it ends, so there is no telling how long it took.
@@ -346,7 +346,7 @@ def _value_of(line: Line, limit: int | None) -> str:
 
 def _blob_of(line: Line) -> bytes | None:
     # The row of a timer that rang keeps the message that rang it, a timeout. Nothing failed: it was waited for.
-    return None if line.kind is Kind.TIMER else line.value
+    return None if line.kind.rings else line.value
 
 
 def _one_line(text: str, limit: int | None) -> str:
@@ -371,10 +371,10 @@ def advise(task: Task, lines: Sequence[Line], now: datetime) -> Advice | None:
     cancel = f"coatcheck cancel {task.task_id}"
     match task.state:
         case TaskState.PARKED:
-            waits = [line for line in lines if line.state is CallState.OPEN and line.kind is not Kind.SEND]
+            waits = [line for line in lines if line.state is CallState.OPEN and line.kind.is_awaited]
             if not waits:
                 return Advice("It waits, and no call of it is open.", "Run `coatcheck sweeper`: it repairs such tasks.")
-            peers = sorted({"(timer)" if line.kind is Kind.TIMER else line.peer for line in waits})
+            peers = sorted({"(timer)" if line.kind.rings else line.peer for line in waits})
             first = min((line.due_at for line in waits if line.due_at), default=None)
             overdue = None if first is None or first >= now else "It is overdue: see `coatcheck doctor`."
             waiting = describe_wait(len(waits), peers)

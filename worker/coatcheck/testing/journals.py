@@ -23,6 +23,7 @@ from structlog.testing import capture_logs
 from coatcheck.errors import InvalidArguments, UsageError
 from coatcheck.store import blobs
 from coatcheck.store.blobs import Codec
+from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import Tables
 from coatcheck.store.rows import (
     Caller,
@@ -31,7 +32,6 @@ from coatcheck.store.rows import (
     Changes,
     Committed,
     History,
-    Kind,
     OpenCall,
     Recorded,
     Task,

@@ -14,8 +14,9 @@ from coatcheck.broker.port import Message
 from coatcheck.broker.wire import Progress
 from coatcheck.errors import MalformedMessage, TaskFailed, UsageError
 from coatcheck.store import blobs
+from coatcheck.store.kinds import Kind
 from coatcheck.store.memory.queries import task_lines
-from coatcheck.store.rows import CallState, Kind, Task, TaskId, TaskState
+from coatcheck.store.rows import CallState, Task, TaskId, TaskState
 from coatcheck.store.views import Line
 from coatcheck.testing.peers import Peer, seconds_of
 from coatcheck.testing.stage_parts import Replica, StageScene
@@ -273,7 +274,7 @@ class Ticket:
     @property
     def waits_for(self) -> list[str]:
         """The keys it waits for: open calls and sleeps."""
-        return [entry.key for entry in self.journal if entry.state is CallState.OPEN and entry.kind is not Kind.SEND]
+        return [entry.key for entry in self.journal if entry.state is CallState.OPEN and entry.kind.is_awaited]
 
     # --- inside ---
 
@@ -294,5 +295,5 @@ class Ticket:
 
 
 def _entry(line: Line) -> Entry:
-    value = None if line.value is None or line.kind is Kind.TIMER else blobs.decode(line.value)
+    value = None if line.value is None or line.kind.rings else blobs.decode(line.value)
     return Entry(line.key, line.kind, line.name, line.state, value)

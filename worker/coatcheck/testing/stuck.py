@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from coatcheck.errors import UsageError
 from coatcheck.store import blobs
 from coatcheck.store.memory.tables import CallRow, TaskRow
-from coatcheck.store.rows import Kind, TaskId, TaskState
+from coatcheck.store.rows import TaskId, TaskState
 from coatcheck.worker.engine import classify
 from coatcheck.worker.task_run import TaskRun
 
@@ -54,7 +54,7 @@ def explain(scene: StageScene, task_id: TaskId, service: str) -> str:
 
 def _wait(scene: StageScene, call: CallRow) -> str:
     due = "" if call.due_at is None else advice(call.due_at - scene.time.now())
-    if call.new.kind is Kind.TIMER:
+    if call.new.kind.rings:
         return f"the end of its {'timeout' if call.new.name == '@timeout' else 'sleep'} {call.new.key!r}: {due}"
     peer = scene.peers.get(call.new.peer)
     if peer is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from coatcheck.errors import CheckpointRefused
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import unpacked_size
-from coatcheck.store.rows import CallId, Changes, History, Kind, NewCall
+from coatcheck.store.rows import CallId, Changes, History, NewCall
 from coatcheck.worker.settings import Settings
 
 log = get_logger(__name__)
@@ -31,7 +31,7 @@ def check_size(changes: Changes, settings: Settings, open_calls: Set[CallId]) ->
     """
     if not (changes.entries or changes.opens):
         return ()
-    opened = [call.call_id for call in changes.opens if call.kind is not Kind.SEND]
+    opened = [call.call_id for call in changes.opens if call.kind.is_awaited]
     size = sum([len(entry.value) for entry in changes.entries]) + sum([len(call.body) for call in changes.opens])
     for call in changes.opens:
         _check_body(call, settings)

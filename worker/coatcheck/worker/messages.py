@@ -16,7 +16,7 @@ from coatcheck.broker.topology import Names, takes_replies
 from coatcheck.broker.wire import Request, make_cancel, make_error, make_request, make_result
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, pack, unpack
-from coatcheck.store.rows import Address, Birth, Caller, CallId, Kind, NewCall, Peer, Task, TaskId, TaskState
+from coatcheck.store.rows import Address, Birth, Caller, CallId, NewCall, Peer, Task, TaskId, TaskState
 from coatcheck.worker import tracing
 from coatcheck.worker.callers import digest_with
 from coatcheck.worker.engine.keys import base_of
@@ -89,7 +89,7 @@ def deadline_of(request: Request) -> datetime | None:
 def call_message(call: Peer, *, reply_to: str | None = None) -> Outgoing:
     """A call or send as a request to its peer. Sending it twice is harmless: its identity stays the same."""
     identity, task = str(call.call_id), str(call.task_id)
-    is_answered = call.kind is Kind.CALL
+    is_answered = call.kind.has_listener
     message = make_request(
         to_body(call.body),
         identity if is_answered else None,

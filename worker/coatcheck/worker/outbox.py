@@ -29,7 +29,7 @@ from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob
 from coatcheck.store.postgres.store import Store
-from coatcheck.store.rows import CallId, Kind, Peer
+from coatcheck.store.rows import CallId, Peer
 from coatcheck.worker.destinations import REPLIES, Destinations
 from coatcheck.worker.messages import call_message, cancel_message
 from coatcheck.worker.metrics import Metrics
@@ -231,7 +231,7 @@ class Outbox:
 
     async def cancel_calls(self, calls: Sequence[Peer], reason: str) -> None:
         """Tell peers that their answers are not awaited any more; a peer without a control queue never hears it."""
-        cancels = [cancel_message(call.call_id, call.peer, reason) for call in calls if call.kind is Kind.CALL]
+        cancels = [cancel_message(call.call_id, call.peer, reason) for call in calls if call.kind.has_listener]
         if cancels:
             await self.publish(cancels, is_named=True)
 
@@ -250,7 +250,7 @@ def _messages_of(calls: Sequence[Peer], reply_to: str | None) -> tuple[list[tupl
     leaving: list[tuple[Peer, Outgoing]] = []
     damaged: list[Peer] = []
     for call in calls:
-        if call.kind is Kind.TIMER:
+        if not call.kind.is_published:
             continue
         try:
             leaving.append((call, call_message(call, reply_to=reply_to)))
@@ -262,7 +262,7 @@ def _messages_of(calls: Sequence[Peer], reply_to: str | None) -> tuple[list[tupl
 
 def _no_route(call: Peer, reply_to: str | None) -> Outgoing:
     detail = f"there is no queue {call.peer!r}; start that service, or correct the name in the handler"
-    if call.kind is Kind.SEND:
+    if not call.kind.is_awaited:
         lost = call_message(call)
         headers = {**lost.message.headers, REASON: "no_route", DETAIL: detail, QUEUE: call.peer}
         dead = Message(
@@ -289,7 +289,7 @@ class Marks:
         unsent = {call.call_id for call in refused}
         self._refused |= unsent
         self._sent.update(
-            (call.call_id, now) for call in calls if call.kind is not Kind.TIMER and call.call_id not in unsent
+            (call.call_id, now) for call in calls if call.kind.is_published and call.call_id not in unsent
         )
 
     def forget(self, call_id: CallId) -> None:

@@ -16,7 +16,7 @@ from coatcheck.broker.wire import ReplyKind, parse_reply
 from coatcheck.errors import BrokerUnavailable, MalformedMessage
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import encode
-from coatcheck.store.rows import CallId, CallState, Changes, Committed, Kind, NewCall, Peer, Recorded
+from coatcheck.store.rows import CallId, CallState, Changes, Committed, NewCall, Peer, Recorded
 from coatcheck.worker.messages import to_blob
 from coatcheck.worker.outbox import pause_s
 from coatcheck.worker.problems import problem
@@ -90,7 +90,7 @@ class RamWaits:
         for call_id in changes.closes:
             await self._give_up(call_id, "its task gave the call up")
         for call in changes.opens:
-            if call.kind is not Kind.SEND:
+            if call.kind.is_awaited:
                 self._watch(call)
         await self._publish(changes.opens)
         return Committed(is_parked=False, news=tuple(news))
@@ -105,12 +105,12 @@ class RamWaits:
     async def _publish(self, opens: tuple[NewCall, ...]) -> None:
         refused = await self._send(self._live.peers_of(opens))
         # Nothing waits for a send, so the task must not end before it left. Calls are waited for, and have their times.
-        later = [call for call in refused if call.kind is Kind.CALL]
+        later = [call for call in refused if call.kind.has_listener]
         if later:
             task = asyncio.create_task(self._send_until_taken(later), name="refused-calls")
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
-        await self._send_until_taken([call for call in refused if call.kind is not Kind.CALL])
+        await self._send_until_taken([call for call in refused if not call.kind.has_listener])
 
     async def _send(self, calls: Sequence[Peer]) -> list[Peer]:
         while True:
@@ -123,7 +123,7 @@ class RamWaits:
     async def _send_until_taken(self, refused: Sequence[Peer]) -> None:
         """Send what a queue refused until it takes it, or the call is over."""
         for number in itertools.count():
-            refused = [call for call in refused if call.kind is not Kind.CALL or call.call_id in self._open]
+            refused = [call for call in refused if not call.kind.has_listener or call.call_id in self._open]
             if not refused:
                 return
             await asyncio.sleep(pause_s(number))
@@ -157,7 +157,7 @@ class RamWaits:
             self._end(call, state, value)
 
     def _on_due(self, call: NewCall) -> None:
-        if call.kind is Kind.TIMER:
+        if call.kind.rings:
             self._end(call, CallState.OK, encode(None))
             return
         detail = f"{call.peer} did not answer in time"
@@ -172,7 +172,7 @@ class RamWaits:
 
     async def _give_up(self, call_id: CallId, reason: str) -> None:
         call = self._forget(call_id)
-        if call is not None and call.kind is Kind.CALL:
+        if call is not None and call.kind.has_listener:
             await self._cancel_peer(call, reason)
 
     async def _cancel_peer(self, call: NewCall, reason: str) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from uuid import UUID
 
 from coatcheck.errors import UsageError
-from coatcheck.store.rows import Caller, Kind
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import Caller
 from coatcheck.worker.engine.keys import NO_DIGEST, Scope, Wanted, digest_of, escape_name
 from coatcheck.worker.engine.steps import name_of_function, name_of_keyed, returns_of
 from coatcheck.worker.engine.tracking import detached_context, scope_in

@@ -15,17 +15,8 @@ import msgspec
 
 from coatcheck.errors import JournalMismatch
 from coatcheck.store import blobs
-from coatcheck.store.rows import (
-    CallId,
-    CallState,
-    Changes,
-    Group,
-    History,
-    Kind,
-    NewCall,
-    NewEntry,
-    Recorded,
-)
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import CallId, CallState, Changes, Group, History, NewCall, NewEntry, Recorded
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error, value_of
 from coatcheck.worker.engine.run_port import NO_CHANGES
@@ -188,7 +179,7 @@ class Ledger:
         if not (self.entries or self.opens or self.closes):
             return NO_CHANGES
         entries = tuple(each for each in self.entries if with_notes or each.kind is not Kind.NOTE)
-        sends = tuple(each for each in self.opens.values() if each.kind is Kind.SEND)
+        sends = tuple(each for each in self.opens.values() if not each.kind.is_awaited)
         return Changes(entries, sends, tuple(self.closes))
 
     # --- failures -------------------------------------------------------------------------------------------------

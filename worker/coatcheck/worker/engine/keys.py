@@ -21,7 +21,8 @@ import msgspec
 
 from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.store import blobs
-from coatcheck.store.rows import History, Kind, OpenCall, Recorded
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import History, OpenCall, Recorded
 
 __all__ = [
     "NO_DIGEST", "Entry", "Journal", "Scope", "Wanted", "base_of", "damage", "digest_of", "escape_name", "rename_error",

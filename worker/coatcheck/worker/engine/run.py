@@ -26,7 +26,8 @@ from uuid import UUID
 from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob
-from coatcheck.store.rows import Caller, Changes, Group, History, Kind, NewEntry, Recorded
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import Caller, Changes, Group, History, NewEntry, Recorded
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.classify import Waiting
 from coatcheck.worker.engine.context import Context

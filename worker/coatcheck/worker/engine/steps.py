@@ -14,7 +14,8 @@ import msgspec
 from coatcheck.errors import UsageError
 from coatcheck.points import reach
 from coatcheck.store import blobs
-from coatcheck.store.rows import Kind, NewEntry
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import NewEntry
 from coatcheck.worker.engine.keys import Wanted
 from coatcheck.worker.engine.tracking import detached_context, make_untracked
 from coatcheck.worker.problems import Code, problem, problem_of

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from coatcheck.store.rows import CallId, Group, Kind, NewCall, OpenCall, Recorded
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import CallId, Group, NewCall, OpenCall, Recorded
 from coatcheck.worker.engine.journal import Ledger
 from coatcheck.worker.engine.keys import NO_DIGEST, Scope
 

@@ -16,7 +16,8 @@ import msgspec
 
 from coatcheck.errors import CallFailed, CallTimedOut, JournalMismatch, StepFailed
 from coatcheck.store import blobs
-from coatcheck.store.rows import CallId, CallState, Kind, NewCall, OpenCall, Recorded
+from coatcheck.store.kinds import Kind
+from coatcheck.store.rows import CallId, CallState, NewCall, OpenCall, Recorded
 from coatcheck.worker.engine.journal import Slot, Wait
 from coatcheck.worker.engine.keys import NO_DIGEST, Entry, Wanted, value_of
 from coatcheck.worker.engine.tracking import Joint
