@@ -183,7 +183,7 @@ def answer_of(n: int) -> int:
 
 def _is_numbered(value: Any, *rest: Any) -> bool:
     """A step's number, then what is known."""
-    return isinstance(value[0], int) and value[1:] == list(rest)
+    return isinstance(value, list) and isinstance(value[0], int) and value[1:] == list(rest)
 
 
 A = answer_of

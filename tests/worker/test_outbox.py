@@ -295,3 +295,15 @@ async def test_only_so_many_wait_for_a_queue_that_no_row_remembers(broker: Memor
     assert (len(done), len(pending)) == (3, 2)
     for each in pending:
         each.cancel()
+
+
+def test_queue_that_takes_one_and_is_full_again_is_not_said_to_take() -> None:
+    known = destinations.Destinations(Metrics())
+
+    known.note("full", Routing.REFUSED, "full")
+    known.note("full", Routing.ROUTED, "full")
+    known.note("full", Routing.REFUSED, "full")
+    refusing = known.take_open()
+    known.note("full", Routing.ROUTED, "full")
+
+    assert (refusing, known.take_open(), known.take_open()) == (set(), {"full"}, set())

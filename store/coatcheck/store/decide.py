@@ -63,6 +63,8 @@ RESEND_AFTER = timedelta(seconds=60)
 LONGEST_AGAIN = timedelta(hours=1)
 SHORTEST_RESEND = timedelta(seconds=2)
 LONGEST_RESEND = timedelta(minutes=5)
+HASTENED_FROM = timedelta(seconds=10)
+"""So old is an unsent message at least that is hastened. A younger one may have left, and not be marked yet."""
 
 TASK_STATES: Mapping[str, TaskState] = {one.value: one for one in TaskState}  # a tenth of the time of the enum's own
 Version = int

@@ -84,7 +84,7 @@ class Destinations:
     def take_open(self) -> set[str]:
         """The queues that have begun to take messages again since this was last asked."""
         opened, self._took_again = self._took_again, set()
-        return opened
+        return {to for to in opened if to not in self._refusing}  # it may be full again by now
 
     def count_refused(self, label: str, count: int = 1) -> None:
         self._metrics.refused.labels(self._known(label)).inc(count)

@@ -143,6 +143,7 @@ class Executor:
             raise
         finally:
             runtime.lives.remove(live)
+            live.ram = None  # each holds the other: only the garbage collector would find them
 
     async def _execute(self, live: TaskRun, *, is_last: bool) -> bool:
         if not self._runtime.uses_store:

@@ -93,7 +93,7 @@ class Sweeper:
         self._hinted.set()
 
     def hurry(self) -> None:
-        """Look now, whenever the next look was planned: for a test that moves the clock of the store."""
+        """Look now, whenever the next look was planned."""
         self._look_at_s = -math.inf
         self._hinted.set()
 
@@ -225,7 +225,8 @@ class Sweeper:
             self.metrics.resent.inc(len(finals) - len(left))
         for queue in outbox.take_open():
             # What waits for it has pauses of minutes by now; a queue that is full in turns would meet few of them.
-            await store.hasten_unsent(queue)
+            if await store.hasten_unsent(queue):
+                self.hurry()
 
     async def _send_finals(self, outbox: Outbox, tasks: Sequence[Task]) -> list[Task]:
         """Send final replies. Gives back the tasks of which one was refused, and remembers who was told meanwhile: else

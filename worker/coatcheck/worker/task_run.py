@@ -311,6 +311,8 @@ class TaskRun(msgspec.Struct, eq=False):
     def _fall_to_ram(self, error: StoreUnavailable) -> None:
         """`preferred`: go on in RAM, and stay there. Only a task without a row gets here: for others writes insist."""
         self.runtime.gate.close(error)
+        if self.ram is not None:
+            return  # another branch fell first, and its waits are open there
         self.ram = RamWaits(self)
         self.runtime.events.tell(TaskFellToRam(self.task_id, str(error)))
 

@@ -257,6 +257,7 @@ class Lane(ChannelReceiver):
         if self.is_lost:
             self._on_doubt(self._exchange, [sending], self._explain(None))
             return
+        sending.is_returned = False  # on a link before this one, which was lost, its queue may not have been there yet
         if not self._in_flight:
             self._progress_at_s = self._loop.time()
         outgoing = sending.outgoing

@@ -119,12 +119,14 @@ def hasten_held(tables: Tables, service: str) -> int:
 def hasten_unsent(tables: Tables, queue: str, *, limit: int) -> int:
     check_text(queue)
     longest_at = tables.now + max(decide.LONGEST_RESEND, decide.RESEND_AFTER)
+    from_at = tables.now - decide.HASTENED_FROM
     calls = [
         call
         for call in _open_calls(tables)
         if call.new.peer == queue
         and not call.is_sent
         and call.new.kind.is_published
+        and call.opened_at <= from_at
         and _is_between(tables.now, call.look_at, longest_at)
     ]
     finals = [
@@ -132,6 +134,7 @@ def hasten_unsent(tables: Tables, queue: str, *, limit: int) -> int:
         for row in tables.tasks.values()
         if row.task.state.is_final
         and not row.task.is_final_sent
+        and (row.task.finished_at or tables.now) <= from_at
         and any(queue in (address.reply_to, address.correlation_id) for address in row.task.addresses)
         and _is_between(tables.now, row.look_at, longest_at)
     ]

@@ -539,6 +539,7 @@ UPDATE coatcheck.call SET look_at = clock_timestamp()
                WHERE state = 'open' AND look_at > clock_timestamp()
                  AND look_at < statement_timestamp() + CAST(:longest_s AS float8) * interval '1 s'
                  AND NOT is_sent AND kind <> 'timer' AND peer = CAST(:queue AS text)
+                 AND opened_at <= clock_timestamp() - CAST(:from_s AS float8) * interval '1 s'
                ORDER BY opened_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
 RETURNING id
 
@@ -550,6 +551,7 @@ UPDATE coatcheck.task SET look_at = clock_timestamp()
                  AND look_at < statement_timestamp() + CAST(:longest_s AS float8) * interval '1 s'
                  AND state IN ('done', 'failed', 'cancelled') AND NOT is_final_sent
                  AND addresses @> jsonb_build_array(jsonb_build_array(CAST(:queue AS text)))
+                 AND finished_at <= clock_timestamp() - CAST(:from_s AS float8) * interval '1 s'
                ORDER BY finished_at LIMIT CAST(:limit AS integer) FOR UPDATE SKIP LOCKED)
 RETURNING id
 

@@ -141,7 +141,8 @@ async def hasten_unsent(connection: Connection, queue: str, *, limit: int) -> in
     """Let calls and final replies that wait for this queue be sent now, the oldest first. Gives their count."""
     await connection.begin()
     longest_s = max(decide.LONGEST_RESEND, decide.RESEND_AFTER).total_seconds()
-    values = {"queue": queue, "limit": limit, "longest_s": longest_s}
+    from_s = decide.HASTENED_FROM.total_seconds()
+    values = {"queue": queue, "limit": limit, "longest_s": longest_s, "from_s": from_s}
     calls = await connection.execute(STATEMENTS["hasten_calls"], values)
     return len(calls) + len(await connection.execute(STATEMENTS["hasten_finals"], values))
 
