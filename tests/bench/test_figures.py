@@ -90,7 +90,7 @@ def test_cpu_of_a_tree_holds_children_that_live_and_children_that_ended() -> Non
         alone_s, tree_s = cpu_of_tree_s(root.pid, {}), cpu_of_tree_s(root.pid, children_by_parent())
         root.kill()
 
-    assert alone_s >= 0.3  # its own, and that of the child that ended
+    assert alone_s >= 0.25  # its own, and that of the child that ended; Linux counts in ticks, and rounds down
     assert tree_s >= alone_s + 0.25  # and that of the child that lives
 
 
