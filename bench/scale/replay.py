@@ -11,7 +11,7 @@ from uuid import UUID
 from bench.scale.report import Line, percentile
 
 from coatcheck.store import CallState, Kind, encode
-from coatcheck.store.rows import Changes, Committed, History, NewCall, Recorded
+from coatcheck.store.rows import Changes, Committed, Known, NewCall, Recorded
 from coatcheck.worker import Context
 from coatcheck.worker.engine.run import Run
 from coatcheck.worker.engine.run_port import Finished
@@ -75,14 +75,14 @@ async def replay_lines(*, entries: int = 1000, times: int = 9) -> list[Line]:
         ("calls, in one gather", calls_at_once),
     ):
         desk = Desk()
-        await _run(handler, entries, desk, History())
-        history = History(tuple(desk.recorded))
+        await _run(handler, entries, desk, Known())
+        known = Known(tuple(desk.recorded))
         assert len(desk.recorded) == entries
         taken = []
         for _ in range(times):
             gc.collect()
             begun = time.process_time()  # CPU time of this process, so other load does not count
-            await _run(handler, entries, desk, history)
+            await _run(handler, entries, desk, known)
             taken.append((time.process_time() - begun) * 1000)
         assert len(desk.recorded) == entries, "a replay wrote something"
         note = f"of CPU, median of {times}; best {min(taken):.1f} ms"
@@ -91,11 +91,11 @@ async def replay_lines(*, entries: int = 1000, times: int = 9) -> list[Line]:
 
 
 async def _run(
-    handler: Callable[[Context, int], Coroutine[Any, Any, int]], count: int, desk: Desk, history: History
+    handler: Callable[[Context, int], Coroutine[Any, Any, int]], count: int, desk: Desk, known: Known
 ) -> None:
     run = Run(
         task_id=UUID(int=7), identity="bench", attempt=1, version="1", invoke=lambda ctx: handler(ctx, count),
-        history=history, port=desk,
+        known=known, port=desk,
     )  # fmt: skip
     outcome = await run.execute()
     assert isinstance(outcome, Finished), outcome

@@ -134,7 +134,7 @@ async def test_copies_are_like_what_they_were_copied_from(store, sql):
     assert [one.verdict for one in rulings] == [Verdict.RECORDED] * 3 + [Verdict.GRANTED]
     assert rulings[-1].task is not None
     assert rulings[-1].task.request
-    assert len(rulings[-1].history.recorded) == 4
+    assert len(rulings[-1].known.recorded) == 4
 
 
 async def test_copies_come_due_one_after_the_other(store, sql):

@@ -12,7 +12,7 @@ from tests.flow.test_bad_input import dead_letters
 
 from coatcheck.store import CallState, TaskState
 from coatcheck.store.kinds import Kind
-from coatcheck.store.rows import CallId, History, NewCall
+from coatcheck.store.rows import CallId, Known, NewCall
 from coatcheck.worker import App, Context, Worker
 from coatcheck.worker.engine.journal import Ledger
 
@@ -30,7 +30,7 @@ def test_call_id_is_74_bits_of_the_systems_randomness_and_the_time(monkeypatch: 
     asked = list(given)
     monkeypatch.setattr(os, "urandom", lambda count: asked.pop(0)[:count])
     monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000_123_456_789)
-    ledger = Ledger(History(), locate=lambda: "")
+    ledger = Ledger(Known(), locate=lambda: "")
 
     found = [opened(ledger, "a"), opened(ledger, "b")]
 
@@ -42,7 +42,7 @@ def test_call_id_is_74_bits_of_the_systems_randomness_and_the_time(monkeypatch: 
 
 
 def test_call_ids_do_not_repeat_for_the_same_task_and_key():
-    found = {opened(Ledger(History(), locate=lambda: ""), "same") for _ in range(1000)}
+    found = {opened(Ledger(Known(), locate=lambda: ""), "same") for _ in range(1000)}
 
     assert len(found) == 1000
 

@@ -198,7 +198,7 @@ async def look_everywhere(rig: Rig, service: str) -> None:
     await store.count_tasks()
     await store.count_services()
     await store.find_late(grace=timedelta())
-    await store.find_history(task.task_id)
+    await store.find_known(task.task_id)
     await store.task_lines(task.task_id)
     await store.find_ids(task.task_id.hex[:8])
     await store.repair(after=uuid.UUID(int=0), limit=10, quiet=timedelta())

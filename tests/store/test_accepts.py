@@ -224,7 +224,7 @@ async def test_resume_takes_a_run_whose_lease_is_over(store, bench):
     assert ruling.verdict is Verdict.GRANTED
     assert ruling.task is not None
     assert (ruling.task.epoch, ruling.task.trigger) == (task.epoch + 1, f"resume:{task.epoch}")
-    assert [it.key for it in ruling.history.recorded] == ["plan#1"]
+    assert [it.key for it in ruling.known.recorded] == ["plan#1"]
 
 
 async def test_resume_of_a_run_whose_lease_is_not_over_is_early(store):

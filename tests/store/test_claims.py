@@ -46,7 +46,7 @@ async def test_reply_that_ends_the_wait_is_granted_the_task(store):
     assert ruling.task is not None
     assert (ruling.task.task_id, ruling.task.epoch, ruling.task.state) == (task_id, 2, TaskState.RUNNING)
     assert ruling.task.trigger == str(one.call_id)
-    assert [decode(it.value) for it in ruling.history.recorded] == ["found"]
+    assert [decode(it.value) for it in ruling.known.recorded] == ["found"]
 
 
 async def test_history_over_its_limit_is_granted_without_its_values(bench):
@@ -59,8 +59,8 @@ async def test_history_over_its_limit_is_granted_without_its_values(bench):
     await store.close()
 
     assert ruling.verdict is Verdict.GRANTED
-    assert ruling.history.is_withheld
-    assert [(it.call_id, it.value) for it in ruling.history.recorded] == [(first.call_id, b""), (second.call_id, b"")]
+    assert ruling.known.is_withheld
+    assert [(it.call_id, it.value) for it in ruling.known.recorded] == [(first.call_id, b""), (second.call_id, b"")]
 
 
 async def test_reply_that_leaves_the_wait_open_is_recorded(store):
@@ -131,7 +131,7 @@ async def test_run_that_is_granted_beside_a_progress_knows_the_due_time_it_moved
     _, ruling = await asyncio.gather(store.claim(progress(second)), store.claim(ok(first)))
 
     assert ruling.verdict is Verdict.GRANTED
-    (still_open,) = ruling.history.open_calls
+    (still_open,) = ruling.known.open_calls
     assert still_open.due_at is not None
     assert still_open.due_at > ruling.task.created_at + DAY / 2
 
@@ -176,7 +176,7 @@ async def test_reply_that_finds_another_one_written_meanwhile_counts_it(store_ur
 
     ruling = await store.claim(ok(first))
     assert ruling.verdict is Verdict.GRANTED
-    assert [it.call_id for it in ruling.history.recorded] == [second.call_id, first.call_id]
+    assert [it.call_id for it in ruling.known.recorded] == [second.call_id, first.call_id]
 
 
 async def test_trigger_that_came_back_leaves_a_run_that_was_put_down_meanwhile(
@@ -220,7 +220,7 @@ async def test_timer_that_is_due_has_rung(store, bench):
     ruling = await store.claim(timeout(one))
 
     assert ruling.verdict is Verdict.GRANTED
-    assert [it.state for it in ruling.history.recorded] == [CallState.OK]
+    assert [it.state for it in ruling.known.recorded] == [CallState.OK]
 
 
 async def test_reply_to_a_send_is_late_and_does_not_move_it_in_the_order(store):
@@ -329,8 +329,8 @@ async def test_four_replies_of_one_task_in_one_batch_grant_it_once(store):
 
     assert [ruling.verdict for ruling in rulings].count(Verdict.GRANTED) == 1
     (granted,) = [ruling for ruling in rulings if ruling.verdict is Verdict.GRANTED]
-    assert len(granted.history.recorded) == 4
-    assert [it.seq for it in granted.history.recorded] == [1, 2, 3, 4]
+    assert len(granted.known.recorded) == 4
+    assert [it.seq for it in granted.known.recorded] == [1, 2, 3, 4]
 
 
 async def test_copies_of_one_reply_in_one_batch_are_applied_once(store):
@@ -356,7 +356,7 @@ async def test_redelivered_trigger_takes_the_run_over(store):
     assert ruling.task is not None
     assert ruling.task.epoch == first.epoch + 1
     assert ruling.task.pickups == first.pickups + 1
-    assert len(ruling.history.recorded) == 1
+    assert len(ruling.known.recorded) == 1
 
 
 async def test_redelivered_timeout_that_was_the_trigger_takes_the_run_over(store, bench):
@@ -408,7 +408,7 @@ async def test_claim_in_doubt_is_granted_when_repeated_as_redelivered(store):
     repeated = await store.claim(ok(members[1], is_redelivered=True))
 
     assert repeated.verdict is Verdict.GRANTED
-    assert [it.key for it in repeated.history.recorded] == ["search#1", "search#2"]
+    assert [it.key for it in repeated.known.recorded] == ["search#1", "search#2"]
 
 
 # --- order ---
@@ -422,7 +422,7 @@ async def test_history_is_in_the_order_things_ended(store):
 
     ruling = await store.claim(ok(members[1]))
 
-    assert [it.key for it in ruling.history.recorded] == ["plan#1", "search#3", "search#1", "search#2"]
+    assert [it.key for it in ruling.known.recorded] == ["plan#1", "search#3", "search#1", "search#2"]
 
 
 async def test_open_calls_are_part_of_the_history(store):
@@ -431,7 +431,7 @@ async def test_open_calls_are_part_of_the_history(store):
 
     ruling = await store.claim(ok(members[0]))
 
-    assert {it.call_id for it in ruling.history.open_calls} == {one.call_id for one in members[1:]}
+    assert {it.call_id for it in ruling.known.open_calls} == {one.call_id for one in members[1:]}
 
 
 # --- replicas ---

@@ -61,7 +61,7 @@ METHODS = {
     "count_services": lambda store: store.count_services(),
     "find_late": lambda store: store.find_late(grace=MINUTE),
     "find_unsent": lambda store: store.find_unsent(grace=MINUTE),
-    "find_history": lambda store: store.find_history(new_id()),
+    "find_known": lambda store: store.find_known(new_id()),
     "read_clock": lambda store: store.read_clock(),
     "task_lines": lambda store: store.task_lines(new_id()),
 }

@@ -236,7 +236,7 @@ async def test_birth_without_calls_repeated_after_it_committed_is_resolved_by_a_
     ruling = await store.accept(Request(newborn, is_redelivered=True))
 
     assert ruling.verdict is Verdict.GRANTED
-    assert [it.key for it in ruling.history.recorded] == ["plan#1"]
+    assert [it.key for it in ruling.known.recorded] == ["plan#1"]
 
 
 async def test_repeated_put_names_the_calls_it_closed_again(store):
@@ -432,7 +432,7 @@ async def test_retry_forgets_failures_and_keeps_successes(store, bench):
 
     ruling = await _resume(store, bench, task.task_id)
 
-    assert [it.key for it in ruling.history.recorded] == ["good#1"]
+    assert [it.key for it in ruling.known.recorded] == ["good#1"]
     assert ruling.task is not None
     assert ruling.task.attempt == 2
 
@@ -445,7 +445,7 @@ async def test_retry_keeps_calls_open_and_their_replies(store, bench):
     assert (await store.claim(ok(one))).verdict is Verdict.RECORDED
 
     ruling = await _resume(store, bench, task.task_id)
-    assert [it.key for it in ruling.history.recorded] == ["search#1"]
+    assert [it.key for it in ruling.known.recorded] == ["search#1"]
 
 
 async def test_hold_keeps_the_task_with_a_time_to_try_again(store):

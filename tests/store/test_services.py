@@ -19,7 +19,7 @@ async def test_reply_on_the_queue_of_another_service_is_unknown(store: Store):
     own = await store.claim(replace(ok(one), service=before.service))
 
     assert (foreign.verdict, foreign.task, own.verdict) == (Verdict.UNKNOWN, None, Verdict.GRANTED)
-    assert [it.value for it in own.history.recorded] == [ok(one).value]
+    assert [it.value for it in own.known.recorded] == [ok(one).value]
 
 
 async def test_resume_on_the_queue_of_another_service_is_unknown(store: Store, bench: Bench):

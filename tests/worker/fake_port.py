@@ -20,7 +20,7 @@ from coatcheck.store.rows import (
     Changes,
     Committed,
     Group,
-    History,
+    Known,
     NewCall,
     OpenCall,
     Recorded,
@@ -47,9 +47,9 @@ class Rows:
         self.seq += 1
         return self.seq
 
-    def history(self) -> History:
+    def known(self) -> Known:
         calls = tuple(OpenCall(c.call_id, c.key, c.kind, c.name, c.digest, None) for c in self.open_calls.values())
-        return History(tuple(sorted(self.recorded.values(), key=lambda each: each.seq)), calls)
+        return Known(tuple(sorted(self.recorded.values(), key=lambda each: each.seq)), calls)
 
     def end_call(self, key: str, state: CallState, value: bytes = b"") -> Recorded:
         call = self.open_calls.pop(key)
@@ -182,7 +182,7 @@ class Desk:
         self.port = FakePort(self.rows, parks=self.parks)
         self.run = Run(
             task_id=self.task_id, identity="id", attempt=1, version="1", invoke=self.handler,
-            history=self.rows.history(), port=self.port, log=self.log,
+            known=self.rows.known(), port=self.port, log=self.log,
         )  # fmt: skip
         self.port.run = self.run
         self.runs += 1

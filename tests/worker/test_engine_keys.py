@@ -15,7 +15,7 @@ from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import UsageError
 from coatcheck.store.kinds import Kind
-from coatcheck.store.rows import CallId, CallState, History, OpenCall, Recorded
+from coatcheck.store.rows import CallId, CallState, Known, OpenCall, Recorded
 from coatcheck.worker.engine.keys import NO_DIGEST, Journal, Scope, Wanted, digest_of, escape_name
 from coatcheck.worker.engine.run_port import Held, Parked
 
@@ -98,7 +98,7 @@ def want(key, name, arguments, *, is_explicit=False, kind=Kind.STEP):
 
 
 def test_journal_lookup_order():
-    journal = Journal(History((entry("a", "a", 1), entry("a#2", "a", 2, 2), entry("a#3", "a", 3, 3))))
+    journal = Journal(Known((entry("a", "a", 1), entry("a#2", "a", 2, 2), entry("a#3", "a", 3, 3))))
 
     assert journal.find(want("a", "a", 2))[0] == "a#2"  # not its occurrence, but its arguments
     assert journal.find(want("a#2", "a", 1))[0] == "a"
@@ -108,7 +108,7 @@ def test_journal_lookup_order():
 
 
 def test_journal_mismatch_shows_both_sides():
-    journal = Journal(History((entry("a", "a", 1),)))
+    journal = Journal(Known((entry("a", "a", 1),)))
 
     with pytest.raises(UsageError) as caught:
         journal.find(want("a", "a", 2))
@@ -120,7 +120,7 @@ def test_journal_mismatch_shows_both_sides():
 
 
 def test_one_entry_never_answers_twice():
-    journal = Journal(History((entry("a", "a", 1), entry("a#2", "a", 2, 2))))
+    journal = Journal(Known((entry("a", "a", 1), entry("a#2", "a", 2, 2))))
     assert journal.find(want("a", "a", 2))[0] == "a#2"
 
     with pytest.raises(UsageError, match="asked for already"):
@@ -128,7 +128,7 @@ def test_one_entry_never_answers_twice():
 
 
 def test_another_kind_is_a_mismatch():
-    journal = Journal(History((), (OpenCall(CallId(UUID(int=1)), "a", Kind.CALL, "a", NO_DIGEST, None),)))
+    journal = Journal(Known((), (OpenCall(CallId(UUID(int=1)), "a", Kind.CALL, "a", NO_DIGEST, None),)))
 
     with pytest.raises(UsageError, match="call 'a'"):
         journal.find(want("a", "a", 1))

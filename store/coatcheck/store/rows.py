@@ -172,7 +172,7 @@ class Committed(Value, frozen=True):
     news: tuple[Recorded, ...] = ()
 
 
-class History(Value, frozen=True):
+class Known(Value, frozen=True):
     """What the rows of a task know when a run begins. Empty for a task that has no row."""
 
     recorded: tuple[Recorded, ...] = ()
@@ -424,7 +424,7 @@ class Ruling(Value, frozen=True):
 
     verdict: Verdict
     task: Task | None = None
-    history: History = History()
+    known: Known = Known()
     unsent: Unsent = Unsent()
     name: str = ""  # the call's peer, for logs
     cancels: tuple[Peer, ...] = ()

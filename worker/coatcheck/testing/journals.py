@@ -31,7 +31,7 @@ from coatcheck.store.rows import (
     CallState,
     Changes,
     Committed,
-    History,
+    Known,
     OpenCall,
     Recorded,
     Task,
@@ -68,14 +68,14 @@ def record(ticket: Ticket) -> Journal:
     row = ticket.scene.tables.tasks.get(ticket.task_id)
     if row is None:
         raise UsageError(f"{ticket} has no journal: it has not waited for anything, and no step of it was recorded")
-    return _journal(row.task, ticket.scene.tables.history(ticket.task_id))
+    return _journal(row.task, ticket.scene.tables.known(ticket.task_id))
 
 
 async def record_from_store(store_url: str, task_id: UUID | str) -> Journal:
     """The journal of a task in a real store. It only reads. Raises NoSuchTask."""
     async with Client(store=store_url) as client:
         task = await client.get(task_id if isinstance(task_id, UUID) else UUID(task_id))
-        return _journal(task, await client.store.find_history(task.task_id))
+        return _journal(task, await client.store.find_known(task.task_id))
 
 
 def load(source: Journal | Path | str) -> Journal:
@@ -87,7 +87,7 @@ def load(source: Journal | Path | str) -> Journal:
     return journal
 
 
-def _journal(task: Task, history: History) -> Journal:
+def _journal(task: Task, known: Known) -> Journal:
     caller = task.caller
     return {
         "format": FORMAT,
@@ -101,8 +101,8 @@ def _journal(task: Task, history: History) -> Journal:
         "state": task.state.value,
         "request": _readable(task.request),
         "outcome": _readable(task.value) if task.state.is_final and task.value is not None else None,
-        "recorded": [_line(entry) | {"seq": entry.seq, "state": entry.state.value} for entry in history.recorded],
-        "open": [_line(entry) for entry in history.open_calls],
+        "recorded": [_line(entry) | {"seq": entry.seq, "state": entry.state.value} for entry in known.recorded],
+        "open": [_line(entry) for entry in known.open_calls],
     }
 
 
@@ -114,7 +114,7 @@ def _line(entry: Recorded | OpenCall) -> dict[str, Any]:
 # --- back again ---
 
 
-def history_of(journal: Journal) -> History:
+def known_of(journal: Journal) -> Known:
     """What the next run of the task would begin with."""
     task_id = UUID(journal["task_id"])
     recorded = [
@@ -141,7 +141,7 @@ def history_of(journal: Journal) -> History:
         )
         for line in journal["open"]
     ]
-    return History(tuple(recorded), tuple(still_open))
+    return Known(tuple(recorded), tuple(still_open))
 
 
 def caller_of(journal: Journal) -> Caller | None:
@@ -233,7 +233,7 @@ class _ReplayPort:
     def __init__(self, journal: Journal) -> None:
         self.wanted: tuple[str, ...] = ()
         self.run: Run | None = None
-        self._open = history_of(journal).open_calls
+        self._open = known_of(journal).open_calls
 
     async def before_first_effect(self) -> None:
         assert self.run is not None
@@ -269,7 +269,7 @@ async def _replay(app: App, journal: Journal) -> Replay:
         version=journal["version"],
         caller=caller_of(journal),
         invoke=partial(_invoke, handler.binding.function, bound),
-        history=history_of(journal),
+        known=known_of(journal),
         port=port,
         now=lambda: FIRST_DAY,
     )

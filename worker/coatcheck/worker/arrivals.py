@@ -294,7 +294,7 @@ class Replies:
         if ruling.verdict is Verdict.GRANTED:
             assert task is not None
             live = run_of_task(
-                self._runtime, task, ruling.history, trigger=delivery, asked_s=asked_s, trigger_name=trigger_name
+                self._runtime, task, ruling.known, trigger=delivery, asked_s=asked_s, trigger_name=trigger_name
             )
             await self._run(live)
             return

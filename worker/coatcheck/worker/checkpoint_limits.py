@@ -7,16 +7,16 @@ from collections.abc import Sequence, Set
 from coatcheck.errors import CheckpointRefused
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import unpacked_size
-from coatcheck.store.rows import CallId, Changes, History, NewCall
+from coatcheck.store.rows import CallId, Changes, Known, NewCall
 from coatcheck.worker.settings import Settings
 
 log = get_logger(__name__)
 
 
-def check_history(gathered: int, history: History, settings: Settings) -> None:
+def check_history(gathered: int, known: Known, settings: Settings) -> None:
     """Raise CheckpointRefused if a run was given more than one task may have."""
     limit = settings.max_history
-    if gathered > limit or history.is_withheld:
+    if gathered > limit or known.is_withheld:
         raise CheckpointRefused(
             "history_too_large",
             f"its replies and step results are over the limit of {limit:,} bytes together; "

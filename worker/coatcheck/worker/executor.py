@@ -221,8 +221,8 @@ class Executor:
         live.run = self._make_run(live, live.handler, bound)
         reach("before_run")
         try:
-            if live.ram is None and live.history.recorded:
-                check_history(live.gathered, live.history, self._runtime.settings)
+            if live.ram is None and live.known.recorded:
+                check_history(live.gathered, live.known, self._runtime.settings)
             outcome = await live.run.execute()
         except PermanentError as error:
             await self._finish(live, self._refused_commit(live, error))
@@ -249,7 +249,7 @@ class Executor:
             caller=live.caller,
             deadline_at=live.deadline_at,
             invoke=invoke,
-            history=live.history,
+            known=live.known,
             port=live,
             defaults=self._defaults,
             now=self._runtime.store.now,
@@ -376,7 +376,7 @@ class Executor:
         """
         reason = self._runtime.app.explain_unknown(live.handler_name)
         document = problem_of(UnknownHandler(reason), live.task_id)
-        has_run = live.attempt > 1 or live.history.recorded or live.history.open_calls
+        has_run = live.attempt > 1 or live.known.recorded or live.known.open_calls
         left = None if has_run else self._runtime.settings.hold_unknown - timedelta(seconds=live.age_s)
         if left is not None and left <= timedelta(0):
             why = events.HandlerStayedUnknown(live.task_id, reason)

@@ -197,7 +197,7 @@ class Requests:
             live = run_of_task(
                 runtime,
                 ruling.task,
-                ruling.history,
+                ruling.known,
                 trigger=delivery,
                 asked_s=asked_s,
                 trigger_name=f"resume:{task.epoch}:{task.task_id}",
@@ -303,7 +303,7 @@ class Requests:
                 assert ruling.task is not None
                 if ruling.task.epoch > 1:
                     runtime.events.tell(RunTakenOver(birth.task_id, ruling.task.epoch, "redelivered"))
-                live = run_of_task(runtime, ruling.task, ruling.history, trigger=delivery, asked_s=asked_s)
+                live = run_of_task(runtime, ruling.task, ruling.known, trigger=delivery, asked_s=asked_s)
                 await self._executor.execute(live, is_resume=False)
                 return
             case Verdict.CONFLICT:

@@ -39,8 +39,8 @@ from coatcheck.store.rows import (
     Committed,
     Finish,
     Going,
-    History,
     Hold,
+    Known,
     NewCall,
     Park,
     Peer,
@@ -70,7 +70,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 Ending = Going | Park | Finish | Again | Hold
 
-NOTHING_RECORDED = History()
+NOTHING_RECORDED = Known()
 LONGEST_PROGRESS = 500
 """Characters of a progress message that travel and are kept; it is for people."""
 
@@ -108,7 +108,7 @@ class TaskRun(msgspec.Struct, eq=False):
     pickups: int = 0
     version: str = ""
     age_s: float = 0.0
-    history: History = NOTHING_RECORDED
+    known: Known = NOTHING_RECORDED
     gathered: int = 0
     """Bytes of the values that the run was given, unpacked."""
     phase: Phase = Phase.GRANTED
@@ -255,7 +255,7 @@ class TaskRun(msgspec.Struct, eq=False):
     def _take(self, ruling: Ruling, asked_s: float) -> None:
         if ruling.verdict is not Verdict.GRANTED or ruling.task is None:
             raise Superseded
-        if ruling.history.recorded or ruling.history.open_calls:
+        if ruling.known.recorded or ruling.known.open_calls:
             # In doubt, we asked as if the request had come back, and took over a run that has got further elsewhere.
             # This one began without its journal: let another begin with it.
             self.is_in_doubt = True
@@ -276,7 +276,7 @@ class TaskRun(msgspec.Struct, eq=False):
                 self._fall_to_ram(error)
             else:
                 if done.news:
-                    check_history(self.gathered, self.history, self.runtime.settings)
+                    check_history(self.gathered, self.known, self.runtime.settings)
                 await self.send(changes.opens, done.cancels)
                 return Committed(done.is_parked, done.news)
         assert self.ram is not None
@@ -454,7 +454,7 @@ class TaskRun(msgspec.Struct, eq=False):
 def run_of_task(
     runtime: Runtime,
     task: Task,
-    history: History,
+    known: Known,
     *,
     trigger: Delivery,
     asked_s: float,
@@ -485,9 +485,9 @@ def run_of_task(
         pickups=task.pickups,
         version=task.version,
         age_s=(task.updated_at - task.created_at).total_seconds(),
-        history=history,
-        gathered=sum([unpacked_size(one.value) for one in history.recorded]),
-        open_calls={call.call_id for call in history.open_calls},
+        known=known,
+        gathered=sum([unpacked_size(one.value) for one in known.recorded]),
+        open_calls={call.call_id for call in known.open_calls},
     )
 
 

@@ -109,10 +109,10 @@ def _apply(tables: Tables, plan: Plan, *, lease: timedelta, max_history: int) ->
     for task_id, grant in grants.items():
         seq = plan.seqs.get(task_id, tables.tasks[task_id].task.seq)
         task = _grant(tables, task_id, grant, seq=seq, lease=lease)
-        history = tables.history(task_id, max_history=max_history)
+        known = tables.known(task_id, max_history=max_history)
         ruling = plan.rulings[grant.event]
         assert ruling is not None
-        plan.rulings[grant.event] = replace(ruling, verdict=Verdict.GRANTED, task=task, history=history)
+        plan.rulings[grant.event] = replace(ruling, verdict=Verdict.GRANTED, task=task, known=known)
     for task_id in plan.seqs.keys() - grants.keys():
         row = tables.tasks[task_id]
         tables.change(row, task=replace(row.task, seq=plan.seqs[task_id], updated_at=tables.now))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, check_text, earliest
-from coatcheck.store.rows import CallState, History, Task, TaskId, TaskState
+from coatcheck.store.rows import CallState, Known, Task, TaskId, TaskState
 from coatcheck.store.views import Backlog, Late, Line, ServiceCount, Summary
 
 WITH_A_FAILURE = (TaskState.HELD, TaskState.RETRYING, TaskState.FAILED, TaskState.CANCELLED)
@@ -82,8 +82,8 @@ def find_unsent(tables: Tables, *, grace: timedelta) -> list[Backlog]:
     return [Backlog(peer, len(old[peer]), tables.now - min(old[peer])) for peer in peers]
 
 
-def load_histories(tables: Tables, ids: Collection[TaskId]) -> dict[TaskId, History]:
-    return {task_id: tables.history(task_id) for task_id in ids if task_id in tables.tasks}
+def load_known(tables: Tables, ids: Collection[TaskId]) -> dict[TaskId, Known]:
+    return {task_id: tables.known(task_id) for task_id in ids if task_id in tables.tasks}
 
 
 def task_lines(tables: Tables, task_id: TaskId) -> list[Line]:

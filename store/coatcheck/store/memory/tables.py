@@ -26,7 +26,7 @@ from coatcheck.store.rows import (
     CallId,
     CallState,
     Group,
-    History,
+    Known,
     NewCall,
     NewEntry,
     OpenCall,
@@ -256,7 +256,7 @@ class Tables:
             task.traceparent,
         )
 
-    def history(self, task_id: TaskId, *, max_history: int | None = None) -> History:
+    def known(self, task_id: TaskId, *, max_history: int | None = None) -> Known:
         calls = [call for call in self.calls_of[task_id] if not call.is_forgotten]
         recorded = [call.recorded() for call in calls if not call.is_open_wait]
         recorded += [entry.recorded() for entry in self.entries_of[task_id] if not entry.is_forgotten]
@@ -268,7 +268,7 @@ class Tables:
         is_withheld = max_history is not None and sum(len(one.value) for one in recorded) > max_history
         if is_withheld:
             recorded = [replace(one, value=b"") for one in recorded]
-        return History(tuple(sorted(recorded, key=lambda one: one.seq)), still_open, is_withheld)
+        return Known(tuple(sorted(recorded, key=lambda one: one.seq)), still_open, is_withheld)
 
     def news(self, task_id: TaskId, *, seen: int) -> list[Recorded]:
         """What ended since a run last looked, in order; its own entries and sends are no news."""

@@ -27,7 +27,7 @@ from coatcheck.store.postgres.database import columns, rows
 from coatcheck.store.postgres.records import (
     UNREADABLE,
     addresses_json,
-    history_of,
+    known_of,
     load_unsent,
     lock_tasks,
     read_tasks,
@@ -160,16 +160,16 @@ async def _write(connection: Connection, plan: Plan, options: dict[str, Any]) ->
     return written
 
 
-def _granted(ruling: Answer, row: Row, known: Iterable[Row], plan: Plan) -> Ruling | Unreadable:
+def _granted(ruling: Answer, row: Row, about: Iterable[Row], plan: Plan) -> Ruling | Unreadable:
     """A grant with all the run needs. It is committed by now: were the whole batch to fail for one row that this code
     cannot read, such as one of a newer release, it would be repeated, and each item taken for a duplicate of itself.
     """
     assert isinstance(ruling, Ruling)
     try:
-        task, history = task_of(row), history_of(known, plan.closing)
+        task, known = task_of(row), known_of(about, plan.closing)
     except UNREADABLE as error:
         return Unreadable(error)
-    return replace(ruling, verdict=Verdict.GRANTED, task=task, history=history)
+    return replace(ruling, verdict=Verdict.GRANTED, task=task, known=known)
 
 
 def _leave(answers: Answers, busy: Collection[TaskId]) -> None:

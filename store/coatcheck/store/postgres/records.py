@@ -20,7 +20,7 @@ from coatcheck.store.rows import (
     Caller,
     CallId,
     CallState,
-    History,
+    Known,
     OpenCall,
     Peer,
     Recorded,
@@ -62,14 +62,14 @@ def _found(found: Iterable[Row]) -> dict[TaskId, Found]:
     return {row["id"]: Found(task_of(row), row["is_due"], row["row_version"]) for row in found}
 
 
-async def load_histories(connection: Connection, ids: Collection[TaskId]) -> Mapping[TaskId, History]:
+async def load_known(connection: Connection, ids: Collection[TaskId]) -> Mapping[TaskId, Known]:
     """Everything recorded and open for these tasks; one that has nothing is left out."""
     if not ids:
         return {}
     known: dict[TaskId, list[Row]] = defaultdict(list)
-    for row in await rows(connection, STATEMENTS["histories"], ids=list(ids)):
+    for row in await rows(connection, STATEMENTS["known_rows"], ids=list(ids)):
         known[row["id"]].append(row)
-    return {task_id: history_of(about, {}) for task_id, about in known.items()}
+    return {task_id: known_of(about, {}) for task_id, about in known.items()}
 
 
 async def load_unsent(connection: Connection, tasks: Collection[Task]) -> Mapping[TaskId, Unsent]:
@@ -88,12 +88,12 @@ async def load_unsent(connection: Connection, tasks: Collection[Task]) -> Mappin
 # --- from rows to values ---
 
 
-def history_of(known: Iterable[Row], closing: Mapping[CallId, Closing]) -> History:
+def known_of(about: Iterable[Row], closing: Mapping[CallId, Closing]) -> Known:
     """A task's journal entries and calls in the order of `seq`. A statement that closes calls reads them as they were
     before; so how they are now comes with them.
     """
     recorded, still_open, is_withheld = [], [], False
-    for row in known:
+    for row in about:
         closed = closing.get(row["h_call_id"])
         is_withheld = row["h_is_withheld"]
         # A send counts as done from the moment its row exists: the handler never waits for it.
@@ -103,7 +103,7 @@ def history_of(known: Iterable[Row], closing: Mapping[CallId, Closing]) -> Histo
             ended = recorded_of(row) if closed is None else _closed_of(row, closed)
             recorded.append(msgspec.structs.replace(ended, value=b"") if is_withheld else ended)
     recorded.sort(key=_seq_of)
-    return History(tuple(recorded), tuple(still_open), is_withheld)
+    return Known(tuple(recorded), tuple(still_open), is_withheld)
 
 
 _seq_of = attrgetter("seq")

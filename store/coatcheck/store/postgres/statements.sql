@@ -29,12 +29,12 @@ c.id, c.task_id, t.service, c.kind, c.key, c.peer, c.handler, c.body, c.headers,
 NULL::text AS service, NULL::text AS kind, NULL::text AS key, NULL::text AS peer, NULL::text AS handler,
 NULL::bytea AS body, NULL::jsonb AS headers, NULL::timestamptz AS hard_due_at, NULL::text AS traceparent
 
--- part: no_history
+-- part: no_known
 NULL::text AS h_key, NULL::text AS h_kind, NULL::text AS h_name, NULL::bytea AS h_digest, NULL::integer AS h_seq,
 NULL::text AS h_state, NULL::bytea AS h_value, NULL::uuid AS h_call_id, NULL::timestamptz AS h_due_at,
 NULL::boolean AS h_is_withheld
 
--- part: history_of_task
+-- part: known_of_task
 -- What a task has recorded and what is open, and the size of all its values, which Postgres knows without reading them.
 -- Rows and no array of them for each task: of a value that is a record, the driver looks up each column's type anew.
 LATERAL (SELECT known.*, sum(octet_length(known.value)) OVER () AS size
@@ -69,10 +69,10 @@ SELECT {task_columns}, t.due_at <= clock_timestamp() AS is_due, t.xmin AS row_ve
 -- name: existing_tasks
 SELECT id FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))
 
--- name: histories
+-- name: known_rows
 SELECT t.id, h.key AS h_key, h.kind AS h_kind, h.name AS h_name, h.digest AS h_digest, h.seq AS h_seq,
        h.state AS h_state, h.value AS h_value, h.call_id AS h_call_id, h.due_at AS h_due_at, false AS h_is_withheld
-  FROM unnest(CAST(:ids AS uuid[])) AS t(id) CROSS JOIN {history_of_task}
+  FROM unnest(CAST(:ids AS uuid[])) AS t(id) CROSS JOIN {known_of_task}
 
 -- name: unsent_calls
 SELECT {peer_columns} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
@@ -213,15 +213,15 @@ granted AS (
       FROM ready AS r
      WHERE t.id = r.id AND (r.takes_over OR r.id IN (SELECT id FROM met))
     RETURNING {task_columns})
-SELECT t.*, {no_history} FROM granted AS t
+SELECT t.*, {no_known} FROM granted AS t
  UNION ALL
 SELECT t.id, {no_task}, h.key, h.kind, h.name, h.digest, h.seq, h.state,
        CASE WHEN h.size > CAST(:max_history AS bigint) THEN NULL ELSE h.value END, h.call_id,
        CASE WHEN (h.call_id IN (SELECT id FROM held_call)) IS NOT TRUE THEN h.due_at END,
        coalesce(h.size > CAST(:max_history AS bigint), false)
-  FROM granted AS t CROSS JOIN {history_of_task}
+  FROM granted AS t CROSS JOIN {known_of_task}
  UNION ALL
-SELECT id, {no_task}, {no_history} FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
+SELECT id, {no_task}, {no_known} FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
 
 
 -- ===== what a run writes =====

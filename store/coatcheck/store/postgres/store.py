@@ -12,14 +12,14 @@ from coatcheck.store.batcher import Batcher, Observe
 from coatcheck.store.migrate import schema_version
 from coatcheck.store.postgres import cancels, claims, puts, queries, sweeps
 from coatcheck.store.postgres.database import Database
-from coatcheck.store.postgres.records import load_histories
+from coatcheck.store.postgres.records import load_known
 from coatcheck.store.rows import (
     MAX_HISTORY,
     Address,
     Arrival,
     CallId,
     CancelAsk,
-    History,
+    Known,
     Put,
     PutDone,
     PutRefused,
@@ -205,9 +205,9 @@ class Store:
         """What waits to be sent for longer than `grace`, by peer; final replies under the peer None."""
         return await self._do(queries.find_unsent, grace=grace)
 
-    async def find_history(self, task_id: TaskId) -> History:
+    async def find_known(self, task_id: TaskId) -> Known:
         """What a task's next run would begin with; empty for a task that no row knows."""
-        return (await self._do(load_histories, [task_id])).get(task_id, History())
+        return (await self._do(load_known, [task_id])).get(task_id, Known())
 
     async def read_clock(self) -> datetime:
         """The time by the clock that made the rows; this machine's own may be ahead or behind."""

@@ -16,7 +16,7 @@ import msgspec
 from coatcheck.errors import JournalMismatch
 from coatcheck.store import blobs
 from coatcheck.store.kinds import Kind
-from coatcheck.store.rows import CallId, CallState, Changes, Group, History, NewCall, NewEntry, Recorded
+from coatcheck.store.rows import CallId, CallState, Changes, Group, Known, NewCall, NewEntry, Recorded
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.keys import NO_DIGEST, Entry, Journal, Wanted, rename_error, value_of
 from coatcheck.worker.engine.run_port import NO_CHANGES
@@ -40,9 +40,9 @@ class Ledger:
         "waiting",
     )  # fmt: skip
 
-    def __init__(self, history: History, locate: Callable[[], str]) -> None:
+    def __init__(self, known: Known, locate: Callable[[], str]) -> None:
         self._locate = locate
-        self.journal = Journal(history)
+        self.journal = Journal(known)
         self.entries: list[NewEntry] = []
         self.opens: dict[str, NewCall] = {}
         self.closes: list[CallId] = []

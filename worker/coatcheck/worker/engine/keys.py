@@ -22,7 +22,7 @@ import msgspec
 from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.store import blobs
 from coatcheck.store.kinds import Kind
-from coatcheck.store.rows import History, OpenCall, Recorded
+from coatcheck.store.rows import Known, OpenCall, Recorded
 
 __all__ = [
     "NO_DIGEST", "Entry", "Journal", "Scope", "Wanted", "base_of", "damage", "digest_of", "escape_name", "rename_error",
@@ -148,13 +148,13 @@ class Journal:
 
     __slots__ = ("_by_name", "_entries", "_unread", "last_seq")
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, known: Known) -> None:
         self._entries: dict[str, Entry] = {}
         self._by_name: dict[tuple[str, str], list[str]] | None = None
         self.last_seq = 0
-        for call in history.open_calls:
+        for call in known.open_calls:
             self._entries[call.key] = call
-        for entry in history.recorded:
+        for entry in known.recorded:
             self._entries[entry.key] = entry
             self.last_seq = max(self.last_seq, entry.seq)
         self._unread: dict[str, None] = dict.fromkeys(self._entries)

@@ -27,7 +27,7 @@ from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob
 from coatcheck.store.kinds import Kind
-from coatcheck.store.rows import Caller, Changes, Group, History, NewEntry, Recorded
+from coatcheck.store.rows import Caller, Changes, Group, Known, NewEntry, Recorded
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.classify import Waiting
 from coatcheck.worker.engine.context import Context
@@ -95,7 +95,7 @@ class Run:
 
     def __init__(
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
-        invoke: Callable[[Context], Coroutine[Any, Any, Any]], history: History, port: RunPort,
+        invoke: Callable[[Context], Coroutine[Any, Any, Any]], known: Known, port: RunPort,
         caller: Caller | None = None, deadline_at: datetime | None = None,
         defaults: CallDefaults | None = None, log: Any = None, now: Callable[[], datetime] | None = None,
     ) -> None:  # fmt: skip
@@ -109,7 +109,7 @@ class Run:
         self.now = now or partial(datetime.now, UTC)
         self.log = _log if log is None else log
         self.port = port
-        self.ledger = Ledger(history, classify.caller_line)
+        self.ledger = Ledger(known, classify.caller_line)
         self.tracker: Tracker
         self._timers: Timers | None = None
         self._steps: Steps | None = None
