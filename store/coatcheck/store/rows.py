@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NewType
 from uuid import UUID
 
@@ -45,6 +45,7 @@ class TaskState(StrEnum):
     PARKED = "parked"
     RETRYING = "retrying"
     HELD = "held"
+    PAUSED = "paused"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -55,6 +56,14 @@ class TaskState(StrEnum):
 
 
 FINAL_STATES = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.CANCELLED})
+
+
+class HistoryLevel(IntEnum):
+    """How much of what happens to a task is kept as its history."""
+
+    OFF = 0
+    OUTCOME = 1
+    FULL = 2
 
 
 class CallState(StrEnum):
@@ -215,6 +224,7 @@ class Birth(Value, frozen=True):
     tracestate: str | None = None
     caller: Caller | None = None
     deadline_at: datetime | None = None
+    history: HistoryLevel = HistoryLevel.OFF
 
 
 class Task(Value, frozen=True):
@@ -249,6 +259,17 @@ class Task(Value, frozen=True):
     caller: Caller | None = None
     deadline_at: datetime | None = None
     """Until when its requester waits, as its request said."""
+    history: HistoryLevel = HistoryLevel.OFF
+    entry_count: int = 0
+    head: bytes | None = None
+    """The hash of the last of its `entry_count` history entries."""
+    revision: int = 0
+    """How often it was taken back by order; peers are to see work that is done anew as new work."""
+    is_pausing: bool = False
+    """Its live run is to be put down at its next write."""
+    forked_from: UUID | None = None
+    forked_at: int | None = None
+    """The checkpoint of `forked_from` that it began with."""
 
     def wants(self, birth: Birth) -> bool:
         """Tell whether the same request came with one more address to answer, while the task is unfinished."""

@@ -132,3 +132,6 @@ class Line:
     is_sent: bool
     is_forgotten: bool
     checkpoint: int
+    epoch: int | None = None
+    """The epoch and the replica that recorded or opened it; None in rows of older releases."""
+    replica: str | None = None

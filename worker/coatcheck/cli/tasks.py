@@ -389,6 +389,10 @@ def advise(task: Task, lines: Sequence[Line], now: datetime) -> Advice | None:
             fix = fix_for(problem) or "Deploy code that can run it."
             why = f"Held: {problem.get('detail') or problem.get('title') or 'this code cannot run it'}."
             return Advice(f"{why} It is tried again {due}.", f"{fix} To give it up: {cancel}")
+        case TaskState.PAUSED:
+            return Advice(
+                "Paused: replies are recorded, and nothing runs.", f"To go on: coatcheck resume {task.task_id}"
+            )
         case TaskState.FAILED:
             known = fix_for(problem_of_task(task) or {})
             return None if known is None else Advice(known)

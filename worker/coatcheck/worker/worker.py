@@ -164,6 +164,7 @@ class Worker:
             observe=self._observe,
             begins=is_falling,
             max_history=settings.max_history,
+            replica=self.name,
         )
         stack.push_async_callback(store.close)
         events = Events(self.metrics, self.app.on_event)

@@ -16,33 +16,33 @@ from coatcheck.store.rows import Again, CallState, Peer, Put, PutDone, PutRefuse
 BIRTH_LEASE = timedelta(minutes=1)
 
 
-def put(tables: Tables, puts: Sequence[Put], waits: bool) -> list[PutDone | PutRefused | Busy]:
+def put(tables: Tables, puts: Sequence[Put], waits: bool, *, replica: str = "") -> list[PutDone | PutRefused | Busy]:
     answers: dict[int, PutDone | PutRefused | Busy] = {}
     taken: set[TaskId] = set()
     for index, one in sorted(enumerate(puts), key=lambda pair: pair[1].task_id):  # as Postgres makes and locks them
         if one.task_id in taken:
             answers[index] = Busy(one.task_id)  # two puts of one task in a batch: the second one waits its turn
             continue
-        answers[index] = answer = _put(tables, one)
+        answers[index] = answer = _put(tables, one, replica)
         if isinstance(answer, PutDone):
             taken.add(one.task_id)
     return [answers[index] for index in range(len(puts))]
 
 
-def _put(tables: Tables, one: Put) -> PutDone | PutRefused:
+def _put(tables: Tables, one: Put, replica: str) -> PutDone | PutRefused:
     row = tables.tasks.get(one.task_id)
     task = None if row is None else row.task
     if one.birth is not None:
         check_birth(one.birth)
     fence = decide.fence(one, task)
     if fence is Fence.WRITE:
-        return _write(tables, one, row)
+        return _write(tables, one, row, replica)
     if fence is Fence.PERHAPS_IN and task is not None and _is_in(tables, one, task):
         return _answer_again(tables, one, task)
     return PutRefused(task)
 
 
-def _write(tables: Tables, one: Put, row: TaskRow | None) -> PutDone:
+def _write(tables: Tables, one: Put, row: TaskRow | None, replica: str) -> PutDone:
     addresses = () if row is None else row.task.addresses
     if row is None:
         assert one.birth is not None
@@ -51,9 +51,9 @@ def _write(tables: Tables, one: Put, row: TaskRow | None) -> PutDone:
     writing = Writing(one, row.task.seq, is_parked, tables.news(one.task_id, seen=one.seen))
     cancels = _close_calls(tables, writing)
     for entry, seq, _ in writing.entries:
-        tables.insert_entry(one.task_id, entry, checkpoint=writing.checkpoint, seq=seq)
+        tables.insert_entry(one.task_id, entry, checkpoint=writing.checkpoint, seq=seq, by=(writing.epoch, replica))
     for call, place in writing.opens:
-        tables.insert_call(one.task_id, call, checkpoint=writing.checkpoint, seq=place)
+        tables.insert_call(one.task_id, call, checkpoint=writing.checkpoint, seq=place, by=(writing.epoch, replica))
     last = writing.seq
     if writing.standing.state.is_final:
         last, leftover = close_leftovers(tables, one.task_id, last)

@@ -155,6 +155,8 @@ def _entry_line(row: EntryRow) -> Line:
         is_sent=True,
         is_forgotten=row.is_forgotten,
         checkpoint=row.checkpoint,
+        epoch=row.epoch,
+        replica=row.replica,
     )
 
 
@@ -175,4 +177,6 @@ def _call_line(row: CallRow) -> Line:
         is_sent=row.is_sent,
         is_forgotten=row.is_forgotten,
         checkpoint=row.checkpoint,
+        epoch=row.epoch,
+        replica=row.replica,
     )

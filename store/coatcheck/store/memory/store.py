@@ -69,12 +69,14 @@ class MemoryStore(Store):
 
     def __init__(
         self, tables: Tables, *, lease: timedelta = timedelta(seconds=60), observe: Observe | None = None,
-        begins: bool = False, max_history: int = MAX_HISTORY,
+        begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "",
     ) -> None:  # fmt: skip
         """`begins` makes no difference here: an operation is one step, and there is nothing to be in doubt about."""
         self.tables = tables
         self._in_flight = InFlight()
-        self._wire(lane=asyncio.Semaphore(LANE_WIDTH), lease=lease, observe=observe, max_history=max_history)
+        self._wire(
+            lane=asyncio.Semaphore(LANE_WIDTH), lease=lease, observe=observe, max_history=max_history, replica=replica
+        )
 
     @property
     def place(self) -> str:

@@ -40,6 +40,9 @@ from coatcheck.store.rows import (
 
 T = TypeVar("T")
 Clock = Callable[[], datetime]
+By = tuple[int | None, str | None]
+"""The epoch and the replica that wrote a row."""
+NO_ONE: By = (None, None)
 
 LAST_DAY = datetime(9999, 1, 1, tzinfo=UTC)
 _NUL_IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -72,6 +75,8 @@ class CallRow:
     value: bytes | None = None
     progress: dict[str, Any] | None = None
     closed_at: datetime | None = None
+    epoch: int | None = None
+    replica: str | None = None
 
     @property
     def is_open_wait(self) -> bool:
@@ -94,6 +99,8 @@ class EntryRow:
     checkpoint: int
     recorded_at: datetime
     is_forgotten: bool = False
+    epoch: int | None = None
+    replica: str | None = None
 
     @property
     def state(self) -> CallState:
@@ -151,7 +158,7 @@ class Tables:
         self._undo.append(partial(self.calls.update, {call.new.call_id: call for call in calls}))
         self._undo.append(partial(self.tasks.__setitem__, task_id, row))
 
-    def insert_call(self, task_id: TaskId, new: NewCall, *, checkpoint: int, seq: int | None) -> None:
+    def insert_call(self, task_id: TaskId, new: NewCall, *, checkpoint: int, seq: int | None, by: By = NO_ONE) -> None:
         check_text(new.key, new.name, new.peer, new.handler)
         check_bytes(new.digest, new.body)
         as_json(dict(new.headers))
@@ -164,7 +171,7 @@ class Tables:
         if new.call_id in self.calls:
             refuse("call_pkey")
         look_at = earliest(due_at, self.now + decide.RESEND_AFTER) if new.kind.is_published else due_at
-        row = CallRow(task_id, new, checkpoint, self.now, hard_due_at, due_at, look_at, seq)
+        row = CallRow(task_id, new, checkpoint, self.now, hard_due_at, due_at, look_at, seq, epoch=by[0], replica=by[1])
         self.calls[new.call_id] = row
         self.calls_of[task_id].append(row)
         self._undo.append(self.calls_of[task_id].pop)
@@ -173,12 +180,12 @@ class Tables:
     def _call_due_at(self, delay: timedelta | None) -> datetime | None:
         return None if delay is None else self.later(delay, or_refuse="call_due_at_can_be_read")
 
-    def insert_entry(self, task_id: TaskId, new: NewEntry, *, checkpoint: int, seq: int) -> EntryRow:
+    def insert_entry(self, task_id: TaskId, new: NewEntry, *, checkpoint: int, seq: int, by: By = NO_ONE) -> EntryRow:
         check_text(new.key, new.name)
         check_bytes(new.digest, new.value)
         if new.kind not in set(Kind) or not Kind(new.kind).is_entry:
             refuse("journal_kind_is_known")
-        row = EntryRow(new, seq, checkpoint, self.now)
+        row = EntryRow(new, seq, checkpoint, self.now, epoch=by[0], replica=by[1])
         self.entries_of[task_id].append(row)
         self._undo.append(self.entries_of[task_id].pop)
         return row
@@ -218,6 +225,7 @@ class Tables:
             finished_at=None,
             caller=None if caller is None else Caller(caller.subject, as_json(caller.claims)),
             deadline_at=birth.deadline_at,
+            history=birth.history,
         )
 
     def _drop_task(self, task_id: TaskId) -> None:

@@ -56,11 +56,11 @@ from coatcheck.store.rows import (
 
 ENTRY_NAMES = (
     *("e_task_id", "e_seq", "e_key", "e_kind", "e_name", "e_digest", "e_is_ok", "e_value", "e_checkpoint"),
-    "e_is_forgotten",
+    *("e_is_forgotten", "e_epoch", "e_replica"),
 )
 CALL_NAMES = (
     *("c_id", "c_task_id", "c_key", "c_kind", "c_name", "c_digest", "c_peer", "c_handler", "c_headers", "c_body"),
-    *("c_seq", "c_idle_s", "c_hard_s", "c_checkpoint"),
+    *("c_seq", "c_idle_s", "c_hard_s", "c_checkpoint", "c_epoch", "c_replica"),
 )
 CLOSE_NAMES = ("x_id", "x_task_id", "x_seq")
 WAIT_NAMES = ("m_id", "m_number", "m_need", "m_call_id")
@@ -68,17 +68,19 @@ FORGET_NAMES = ("f_task_id", "f_key")
 UPDATE_NAMES = tuple(f"u_{it}" for it in ("id", "epoch", "follows", "seen", "is_progress", *STANDING_COLUMNS))
 
 
-async def put(connection: Connection, puts: Sequence[Put], waits: bool) -> Sequence[PutDone | None]:
+async def put(connection: Connection, puts: Sequence[Put], waits: bool, *, replica: str) -> Sequence[PutDone | None]:
     """Write the puts whose rows stand as their runs believe; None: not written, `put_locked` will know why."""
     first: dict[TaskId, Writing] = {}
     for one in puts:
         if one.task_id not in first:
             first[one.task_id] = Writing(one, one.seen, is_parked=decide.may_park(one, {}))
-    done = await _write(connection, first)
+    done = await _write(connection, first, replica)
     return [done.pop(one.task_id, None) for one in puts]  # of two puts of one task, the second one waits its turn
 
 
-async def put_locked(connection: Connection, puts: Sequence[Put], waits: bool) -> Sequence[PutDone | PutRefused | Busy]:
+async def put_locked(
+    connection: Connection, puts: Sequence[Put], waits: bool, *, replica: str
+) -> Sequence[PutDone | PutRefused | Busy]:
     """Write a batch of puts under their tasks' locks; the answers come in the order of the puts."""
     await connection.begin()
     answers: dict[int, PutDone | PutRefused | Busy] = {}
@@ -89,7 +91,7 @@ async def put_locked(connection: Connection, puts: Sequence[Put], waits: bool) -
         one.task_id: Writing(one, seen, decide.may_park(one, states), news.get(one.task_id, []))
         for one, seen in passed.values()
     }
-    done = await _write(connection, writing)
+    done = await _write(connection, writing, replica)
     for index, (one, _) in passed.items():
         # A birth that waited for another one of its id finds that one's row at its next turn.
         answers[index] = done.get(one.task_id) or Busy(one.task_id)
@@ -164,9 +166,9 @@ async def _read_states(connection: Connection, puts: Iterable[Put]) -> Mapping[C
 # --- the statement ---
 
 
-async def _write(connection: Connection, writing: Mapping[TaskId, Writing]) -> dict[TaskId, PutDone]:
+async def _write(connection: Connection, writing: Mapping[TaskId, Writing], replica: str) -> dict[TaskId, PutDone]:
     """Write what its precondition lets pass. Gives the answers to what was written."""
-    parts, values = _parts(writing.values())
+    parts, values = _parts(writing.values(), replica)
     if not parts:
         return {}
     seqs: dict[TaskId, int] = {}
@@ -194,13 +196,13 @@ async def _write(connection: Connection, writing: Mapping[TaskId, Writing]) -> d
     }
 
 
-def _parts(writing: Iterable[Writing]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _parts(writing: Iterable[Writing], replica: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The parts that have something to write, and the values they take."""
     rows_of: dict[str, list[Any]] = {
         name: [] for name in ("birth", "update", "wait", "close", "entry", "call", "forget")
     }
     for one in writing:
-        _add_rows(rows_of, one)
+        _add_rows(rows_of, one, replica)
     births, updates, forgets = rows_of["birth"], rows_of["update"], rows_of["forget"]
     has = {"born": births, "met": rows_of["wait"], "held": updates, "closed": rows_of["close"]}
     has |= {"entries": rows_of["entry"], "calls": rows_of["call"], "leftover": updates, "forgotten": forgets}
@@ -222,7 +224,7 @@ def _parts(writing: Iterable[Writing]) -> tuple[tuple[str, ...], dict[str, Any]]
     return tuple([part for part, items in has.items() if items]), values
 
 
-def _add_rows(rows_of: dict[str, list[Any]], one: Writing) -> None:
+def _add_rows(rows_of: dict[str, list[Any]], one: Writing, replica: str) -> None:
     put = one.put
     task_id = put.task_id
     standing = standing_row(one.standing, seq=one.seq, progress=put.progress)
@@ -234,8 +236,8 @@ def _add_rows(rows_of: dict[str, list[Any]], one: Writing) -> None:
         if one.is_parked:
             rows_of["wait"] += [(task_id, *member) for member in _members(put)]
     rows_of["close"] += [(call_id, task_id, seq) for call_id, seq in one.closes]
-    rows_of["entry"] += [_entry_row(one, *entry) for entry in one.entries]
-    rows_of["call"] += [_call_row(one, *call) for call in one.opens]
+    rows_of["entry"] += [(*_entry_row(one, *entry), one.epoch, replica) for entry in one.entries]
+    rows_of["call"] += [(*_call_row(one, *call), one.epoch, replica) for call in one.opens]
     rows_of["forget"] += [(task_id, key) for key in decide.forgotten(put)]
 
 

@@ -29,11 +29,12 @@ COUNTS = text("SELECT state, count(*) AS number FROM coatcheck.task GROUP BY sta
 LINES = text("""
     SELECT seq, key, kind, name, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS state, value, NULL::uuid AS call_id,
            '' AS peer, NULL::timestamptz AS due_at, recorded_at AS opened_at, recorded_at AS closed_at,
-           NULL::jsonb AS progress, true AS is_sent, is_forgotten, checkpoint
+           NULL::jsonb AS progress, true AS is_sent, is_forgotten, checkpoint,
+           epoch, replica
       FROM coatcheck.journal WHERE task_id = CAST(:id AS uuid)
      UNION ALL
     SELECT seq, key, kind, name, state, value, id, peer, due_at, opened_at, closed_at, progress, is_sent, is_forgotten,
-           checkpoint
+           checkpoint, epoch, replica
       FROM coatcheck.call WHERE task_id = CAST(:id AS uuid)
      ORDER BY 1 NULLS LAST, 10
 """)
@@ -216,4 +217,6 @@ def _line_of(row: Row) -> Line:
         row.is_sent,
         row.is_forgotten,
         row.checkpoint,
+        row.epoch,
+        row.replica,
     )

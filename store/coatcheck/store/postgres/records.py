@@ -20,6 +20,7 @@ from coatcheck.store.rows import (
     Caller,
     CallId,
     CallState,
+    HistoryLevel,
     Known,
     OpenCall,
     Peer,
@@ -31,6 +32,7 @@ from coatcheck.store.rows import (
 
 T = TypeVar("T")
 
+HISTORY_LEVELS = tuple(HistoryLevel)
 CALL_STATES: Mapping[str, CallState] = {one.value: one for one in CallState}
 
 UNREADABLE = (LookupError, TypeError, ValueError, msgspec.MsgspecError)
@@ -174,6 +176,13 @@ def task_of(row: Row) -> Task:
         finished_at=row["finished_at"],
         caller=None if subject is None else Caller(subject, from_json(row["caller_claims"]) or {}),
         deadline_at=row["deadline_at"],
+        history=HISTORY_LEVELS[row["history"]],
+        entry_count=row["entry_count"],
+        head=row["head"],
+        revision=row["revision"],
+        is_pausing=row["is_pausing"],
+        forked_from=row["forked_from"],
+        forked_at=row["forked_at"],
     )
 
 

@@ -11,14 +11,14 @@
 t.id, t.service, t.handler, t.version, t.state, t.epoch, t.checkpoint, t.seq, t.attempt, t.pickups, t.trigger,
 t.identity, t.digest, t.correlation_id, t.request, t.addresses, t.traceparent, t.tracestate, t.value, t.traceback,
 t.is_final_sent, t.progress, t.due_at, t.created_at, t.updated_at, t.finished_at, t.caller_subject, t.caller_claims,
-t.deadline_at
+t.deadline_at, t.history, t.entry_count, t.head, t.revision, t.is_pausing, t.forked_from, t.forked_at
 
 -- part: no_task
 -- In the place of the task columns behind the id.
 NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
 NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
 NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-NULL
+NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 
 -- part: peer_columns
 -- A call as the wire needs it.
@@ -87,11 +87,11 @@ SELECT {peer_columns} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.ta
 -- ON CONFLICT alone would wait for the transaction that updates a row that is there already; such a row is left to the
 -- locks. What is still waited for is another birth of the same id that is not committed yet.
 INSERT INTO coatcheck.task AS t (id, service, handler, version, identity, digest, correlation_id, request, addresses,
-                                 traceparent, tracestate, caller_subject, caller_claims, deadline_at, epoch, checkpoint,
-                                 pickups, state, seq, attempt, trigger, wait_calls, wait_groups, wait_needs, value,
+                                 traceparent, tracestate, caller_subject, caller_claims, deadline_at, history, epoch,
+                                 checkpoint, pickups, state, seq, attempt, trigger, wait_calls, wait_groups, wait_needs, value,
                                  traceback, progress, due_at, look_at, finished_at, created_at)
 SELECT id, service, handler, version, identity, digest, correlation_id, request, addresses::jsonb, traceparent,
-       tracestate, caller_subject, caller_claims::jsonb, deadline_at, 1, CAST(:checkpoint AS integer), pickups,
+       tracestate, caller_subject, caller_claims::jsonb, deadline_at, history, 1, CAST(:checkpoint AS integer), pickups,
        state, seq, CASE WHEN state = 'retrying' THEN 2 ELSE 1 END,
        CASE WHEN is_final OR NOT is_detached THEN 'request' END,
        wait_calls::uuid[], wait_groups::integer[], wait_needs::integer[], value, traceback, progress::jsonb,
@@ -104,13 +104,14 @@ SELECT id, service, handler, version, identity, digest, correlation_id, request,
                       CAST(:version AS text[]), CAST(:identity AS text[]), CAST(:digest AS bytea[]),
                       CAST(:correlation_id AS text[]), CAST(:request AS bytea[]), CAST(:addresses AS text[]),
                       CAST(:traceparent AS text[]), CAST(:tracestate AS text[]), CAST(:caller_subject AS text[]),
-                      CAST(:caller_claims AS text[]), CAST(:deadline_at AS timestamptz[]), CAST(:pickups AS integer[]),
+                      CAST(:caller_claims AS text[]), CAST(:deadline_at AS timestamptz[]), CAST(:history AS smallint[]),
+                      CAST(:pickups AS integer[]),
                       CAST(:state AS text[]), CAST(:seq AS integer[]), CAST(:is_detached AS boolean[]),
                       CAST(:wait_calls AS text[]), CAST(:wait_groups AS text[]), CAST(:wait_needs AS text[]),
                       CAST(:value AS bytea[]), CAST(:traceback AS text[]), CAST(:progress AS text[]),
                       CAST(:due_s AS float8[]))
             AS u(id, service, handler, version, identity, digest, correlation_id, request, addresses, traceparent,
-                 tracestate, caller_subject, caller_claims, deadline_at, pickups, state, seq, is_detached, wait_calls,
+                 tracestate, caller_subject, caller_claims, deadline_at, history, pickups, state, seq, is_detached, wait_calls,
                  wait_groups, wait_needs, value, traceback, progress, due_s)) AS u
  WHERE NOT EXISTS (SELECT FROM coatcheck.task t WHERE t.id = u.id)
  ORDER BY id
@@ -266,27 +267,30 @@ UPDATE coatcheck.call c
 RETURNING {peer_columns}
 
 -- part: put_entries
-INSERT INTO coatcheck.journal (task_id, seq, key, kind, name, digest, is_ok, value, checkpoint, is_forgotten)
+INSERT INTO coatcheck.journal (task_id, seq, key, kind, name, digest, is_ok, value, checkpoint, is_forgotten,
+                               epoch, replica)
 SELECT * FROM unnest(CAST(:e_task_id AS uuid[]), CAST(:e_seq AS integer[]), CAST(:e_key AS text[]),
                      CAST(:e_kind AS text[]), CAST(:e_name AS text[]), CAST(:e_digest AS bytea[]),
                      CAST(:e_is_ok AS boolean[]), CAST(:e_value AS bytea[]), CAST(:e_checkpoint AS integer[]),
-                     CAST(:e_is_forgotten AS boolean[])) AS u(task_id)
+                     CAST(:e_is_forgotten AS boolean[]), CAST(:e_epoch AS integer[]),
+                     CAST(:e_replica AS text[])) AS u(task_id)
  WHERE task_id IN (SELECT id FROM writing)
 
 -- part: put_calls
 INSERT INTO coatcheck.call (id, task_id, key, kind, name, digest, peer, handler, headers, body, state, seq,
-                            idle, hard_due_at, due_at, look_at, checkpoint)
+                            idle, hard_due_at, due_at, look_at, checkpoint, epoch, replica)
 SELECT u.id, task_id, key, kind, name, digest, peer, handler, coalesce(headers::jsonb, '{}'), body, 'open',
        seq, idle_s * interval '1 s', t.now + hard_s * interval '1 s',
        t.now + least(idle_s, hard_s) * interval '1 s',
        t.now + least(idle_s, hard_s, CASE WHEN kind <> 'timer' THEN CAST(:resend_after_s AS float8) END) * interval '1 s',
-       checkpoint
+       checkpoint, epoch, replica
   FROM unnest(CAST(:c_id AS uuid[]), CAST(:c_task_id AS uuid[]), CAST(:c_key AS text[]), CAST(:c_kind AS text[]),
               CAST(:c_name AS text[]), CAST(:c_digest AS bytea[]), CAST(:c_peer AS text[]),
               CAST(:c_handler AS text[]), CAST(:c_headers AS text[]), CAST(:c_body AS bytea[]),
               CAST(:c_seq AS integer[]), CAST(:c_idle_s AS float8[]), CAST(:c_hard_s AS float8[]),
-              CAST(:c_checkpoint AS integer[]))
-    AS u(id, task_id, key, kind, name, digest, peer, handler, headers, body, seq, idle_s, hard_s, checkpoint),
+              CAST(:c_checkpoint AS integer[]), CAST(:c_epoch AS integer[]), CAST(:c_replica AS text[]))
+    AS u(id, task_id, key, kind, name, digest, peer, handler, headers, body, seq, idle_s, hard_s, checkpoint, epoch,
+         replica),
        (SELECT clock_timestamp() AS now) AS t
  WHERE task_id IN (SELECT id FROM writing)
 

@@ -43,15 +43,18 @@ class Store:
 
     def __init__(
         self, url: str, *, lease: timedelta = timedelta(seconds=60), pool_size: int = 8, observe: Observe | None = None,
-        begins: bool = False, max_history: int = MAX_HISTORY,
+        begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "",
     ) -> None:  # fmt: skip
         self._database = Database(url, pool_size=pool_size, begins=begins)
         # Half the pool, so that locked rows leave connections for the rest.
         self._wire(
-            lane=asyncio.Semaphore(max(1, pool_size // 2)), lease=lease, observe=observe, max_history=max_history
-        )
+            lane=asyncio.Semaphore(max(1, pool_size // 2)), lease=lease, observe=observe, max_history=max_history,
+            replica=replica,
+        )  # fmt: skip
 
-    def _wire(self, *, lane: asyncio.Semaphore, lease: timedelta, observe: Observe | None, max_history: int) -> None:
+    def _wire(
+        self, *, lane: asyncio.Semaphore, lease: timedelta, observe: Observe | None, max_history: int, replica: str
+    ) -> None:
         """Put a batcher before each operation that takes single items."""
 
         def batcher(name: str, work: Callable[..., Awaitable[Any]], **options: Any) -> Batcher[Any, Any]:
@@ -64,8 +67,8 @@ class Store:
 
         granting: dict[str, Any] = {"lease": lease, "max_history": max_history}
         self._batchers: list[Batcher[Any, Any]] = []
-        self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", puts.put)
-        self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put_locked)
+        self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", puts.put, replica=replica)
+        self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put_locked, replica=replica)
         self._claim: Batcher[Arrival, Ruling] = batcher("claim", claims.claim, **granting)
         self._create: Batcher[Request, Ruling | None] = batcher("accept", claims.create, lease=lease)
         self._accept: Batcher[Request, Ruling | None] = batcher("accept", claims.accept, **granting)

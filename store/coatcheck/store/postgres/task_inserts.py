@@ -14,7 +14,7 @@ from coatcheck.store.rows import Birth, TaskState
 
 BIRTH_COLUMNS = (
     *("id", "service", "handler", "version", "identity", "digest", "correlation_id", "request", "addresses"),
-    *("traceparent", "tracestate", "caller_subject", "caller_claims", "deadline_at", "pickups"),
+    *("traceparent", "tracestate", "caller_subject", "caller_claims", "deadline_at", "history", "pickups"),
 )
 STANDING_COLUMNS = (
     *("state", "seq", "is_detached", "wait_calls", "wait_groups", "wait_needs", "value", "traceback", "progress"),
@@ -67,6 +67,7 @@ def birth_values(births: Iterable[tuple[Birth, int, StandingRow]], *, checkpoint
             birth.caller.subject if birth.caller else None,
             to_json(birth.caller.claims) if birth.caller else None,
             birth.deadline_at,
+            birth.history,
             pickups,
             *standing,
         )
