@@ -402,3 +402,74 @@ async def test_branch_names_are_stable_across_replays():
 
     assert outcomes[:-1] == [Parked()] * 3
     assert outcomes[-1].value == [["node/leaf/x", "node/leaf#2/x"], ["node#2/leaf/x", "node#2/leaf#2/x"]]
+
+
+async def test_scope_roots_keys_at_the_task_whatever_tasks_lie_between():
+    async def agent(ctx, number):
+        with ctx.scope(f"agent:{number}"):
+            async with asyncio.TaskGroup() as tools:
+                tools.create_task(ctx.call("search", number))
+            return await ctx.call("model", number)
+
+    async def handler(ctx):
+        await ctx.call("plan")
+        return await asyncio.gather(*(asyncio.create_task(agent(ctx, number), name="inner") for number in (1, 2)))
+
+    desk = Desk(handler)
+    await desk.parked()
+    desk.ok("plan")
+    await desk.parked()
+
+    assert sorted(desk.rows.open_calls) == ["agent:1/search", "agent:2/search"]
+
+    for number in (1, 2):
+        desk.ok(f"agent:{number}/search")
+    await desk.parked()
+    assert sorted(desk.rows.open_calls) == ["agent:1/model", "agent:2/model"]
+    for number in (1, 2):
+        desk.ok(f"agent:{number}/model", number)
+    assert await desk.finished() == [1, 2]
+
+
+async def test_work_after_a_scope_is_numbered_in_its_branch_again():
+    async def handler(ctx):
+        for _ in range(2):
+            with ctx.scope("agent"):
+                await ctx.call("search")
+        await ctx.call("search")
+
+    desk = Desk(handler)
+    for key in ("agent/search", "agent#2/search", "search"):
+        await desk.parked()
+        assert keys_of(desk.rows.open_calls) == [key]
+        desk.ok(key)
+
+    assert await desk.finished() is None
+
+
+@pytest.mark.parametrize("name", ["", 7])
+async def test_scope_without_a_name_is_refused(name):
+    async def handler(ctx):
+        with ctx.scope(name):
+            await ctx.call("search")
+
+    error = await Desk(handler).raised()
+
+    assert isinstance(error, UsageError)
+    assert "needs a name" in str(error)
+
+
+async def test_scope_in_a_step_is_refused():
+    async def step(ctx) -> None:
+        with ctx.scope("agent"):
+            pass
+
+    async def handler(ctx):
+        async def inside() -> None:
+            await step(ctx)
+
+        await ctx.step(inside, key="inside")
+
+    error = await Desk(handler).raised()
+
+    assert "outside its handler" in str(error)

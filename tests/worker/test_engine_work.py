@@ -18,7 +18,7 @@ from tests.worker.fake_port import Desk, keys_of
 from coatcheck.errors import CallFailed, StepFailed, UsageError
 from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import CallState, NewCall, TaskId
-from coatcheck.worker.engine.run_port import Finished, Parked, Raised
+from coatcheck.worker.engine.run_port import Finished, Held, Parked, Raised
 from coatcheck.worker.messages import call_message, peer_of_new
 from coatcheck.worker.retry import Retry
 
@@ -734,3 +734,52 @@ async def test_journal_of_a_thousand_entries(style, capsys):
         print(f"\n  1,000 recorded entries, {style}: {took * 1e3:.1f} ms", end="")
 
     assert len(value) == 1000
+
+
+@pytest.mark.parametrize("kind", ["gather", "first", "quorum"])
+async def test_group_over_steps_looks_at_each_end_once(kind, monkeypatch):
+    """With a recount at each end, 4,000 steps took 1.7 s to replay."""
+    looks = 0
+
+    def error_of(task):
+        nonlocal looks
+        looks += 1
+        return asyncio.CancelledError() if task.cancelled() else task.exception()
+
+    async def double(number: int) -> int:
+        return 2 * number
+
+    async def handler(ctx):
+        works = [ctx.step(double, number, key=f"double-{number}") for number in range(200)]
+        await (ctx.quorum(100, *works) if kind == "quorum" else getattr(ctx, kind)(*works))
+        return await ctx.call("search")
+
+    monkeypatch.setattr("coatcheck.worker.engine.work._error_of", error_of)
+    desk = Desk(handler)
+    await desk.parked()
+    looks = 0
+    desk.ok("search", "found")
+
+    assert await desk.finished() == "found"
+    assert looks <= 3 * 200
+
+
+async def test_step_takes_keyword_arguments_and_compares_them_on_replay():
+    def greet(name: str, *, greeting: str) -> str:
+        return f"{greeting}, {name}"
+
+    async def handler(ctx):
+        found = await ctx.step(greet, "you", greeting="Hello")
+        await ctx.call("search")
+        return found
+
+    async def changed(ctx):
+        await ctx.step(greet, "you", greeting="Goodbye")
+
+    desk = Desk(handler)
+    await desk.parked()
+    held = await Desk(changed, rows=desk.rows).once()
+    desk.ok("search")
+
+    assert isinstance(held, Held)
+    assert await desk.finished() == "Hello, you"

@@ -86,6 +86,8 @@ LOCKS = frozenset(
         ),
     )
 )
+ANYIO = "anyio._backends._asyncio"
+"""Where anyio keeps its task group for asyncio. Users' libraries import it; the engine never does."""
 GENERATOR_STEPS = _types_of_generator_steps()
 """What is awaited by `async for`, and by `async with` of an `@asynccontextmanager`."""
 HAS_OWN_TIMER = WAIT_FOR is not None and "call_later" in WAIT_FOR.co_names
@@ -141,13 +143,22 @@ def _classify_frames(driver: Driver) -> Waiting:
         code = frame.f_code
         if code is WAIT:
             return _worst(frame.f_locals["fs"], driver)
-        if code in GROUP_EXITS or code in AS_COMPLETED:
+        if code in AS_COMPLETED or _is_group_exit(code):
             return Waiting.BLOCKED
         if code in LOCKS:
             return Waiting.MAYBE
         if HAS_OWN_TIMER and code is WAIT_FOR:
             return Waiting.HELD
     return Waiting.HELD
+
+
+def _is_group_exit(code: CodeType) -> bool:
+    """Whether this is the end of a task group, of asyncio or of anyio: it waits for the tasks of the group."""
+    if code in GROUP_EXITS:
+        return True
+    if code.co_name != "__aexit__" or (anyio := sys.modules.get(ANYIO)) is None:
+        return False
+    return code is _code(getattr(anyio, "TaskGroup", None), "__aexit__")
 
 
 def frames_of(driver: Driver) -> Iterator[FrameType]:
@@ -244,7 +255,7 @@ def joint_of(driver: Driver) -> tuple[list[Any], int | None] | None:
         undone = [each for each in children_of(future) or () if not each.done()]
         return undone, len(undone)
     for frame in frames_of(driver):
-        if frame.f_code in GROUP_EXITS:
+        if _is_group_exit(frame.f_code):
             undone = list(getattr(frame.f_locals.get("self"), "_tasks", ()))
             return undone, len(undone)
     return None

@@ -7,7 +7,9 @@ import hashlib
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 from uuid import UUID
 
@@ -16,7 +18,7 @@ from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import Caller
 from coatcheck.worker.engine.keys import NO_DIGEST, Scope, Wanted, digest_of, escape_name
 from coatcheck.worker.engine.steps import name_of_function, name_of_keyed, returns_of
-from coatcheck.worker.engine.tracking import detached_context, scope_in
+from coatcheck.worker.engine.tracking import detached_context, named_scope, scope_in
 from coatcheck.worker.engine.work import NO_KEY, CallWork, GroupWork, SendWork, SleepWork, StepWork
 from coatcheck.worker.retry import Retry
 
@@ -120,12 +122,13 @@ class Context:
     @overload
     def step(
         self, fn: Callable[..., Awaitable[T]], *args: Any, key: str | None = None, retry: Retry | None = None,
-        returns: Any = None,
+        returns: Any = None, **kwargs: Any,
     ) -> Coroutine[Any, Any, T]: ...  # fmt: skip
     @overload
     def step(
-        self, fn: Callable[..., T], *args: Any, key: str | None = None, retry: Retry | None = None, returns: Any = None
-    ) -> Coroutine[Any, Any, T]: ...
+        self, fn: Callable[..., T], *args: Any, key: str | None = None, retry: Retry | None = None, returns: Any = None,
+        **kwargs: Any,
+    ) -> Coroutine[Any, Any, T]: ...  # fmt: skip
     def step(
         self,
         fn: Callable[..., Any],
@@ -133,19 +136,28 @@ class Context:
         key: str | None = None,
         retry: Retry | None = None,
         returns: Any = None,
+        **kwargs: Any,
     ) -> Coroutine[Any, Any, Any]:
-        """Do local work once: run `fn(*args)`, record its result, and give the recorded result back on every replay.
+        """Do local work once: run `fn(*args, **kwargs)`, record its result, and give that back on every replay.
 
         An async function runs on the event loop, any other in a thread. The result comes back as it was recorded,
-        restored to `returns` or to the function's return annotation. With `retry` the tries happen in RAM and the last
-        one is recorded. A step that was cut off before it was recorded may run again. Raises StepFailed, whose `type`
-        is the name of the exception that `fn` raised. Inside `fn` nothing of `ctx` but `log` may be used.
+        restored to `returns` or to the function's return annotation. `key`, `retry` and `returns` are the step's own;
+        where `fn` has arguments of these names, pass them by position. With `retry` the tries happen in RAM and the
+        last one is recorded. A step that was cut off before it was recorded may run again. Raises StepFailed, whose
+        `type` is the name of the exception that `fn` raised. Inside `fn` nothing of `ctx` but `log` may be used.
         """
         name = name_of_function(fn) if key is None else name_of_keyed(fn, key)
-        wanted = self._want(Kind.STEP, name, key, name, args)
+        wanted = self._want(Kind.STEP, name, key, name, (*args, kwargs) if kwargs else args)
         expected = returns if returns is not None else _annotated(fn)
         retry = None if retry is None else _check_retry(retry)
-        return StepWork(self._run, wanted, function=fn, arguments=args, retry=retry, returns=expected)
+        return StepWork(
+            self._run,
+            wanted,
+            function=partial(fn, **kwargs) if kwargs else fn,
+            arguments=args,
+            retry=retry,
+            returns=expected,
+        )
 
     def sleep(self, seconds: Duration, *, key: str | None = None) -> Coroutine[Any, Any, None]:
         """Sleep durably: the task is parked, and a restart does not start the sleep anew."""
@@ -175,6 +187,18 @@ class Context:
         Raises an ExceptionGroup of the failures as soon as `k` can no longer be reached.
         """
         return self._group(aws, "quorum", need=k, is_lenient=False, cancel_rest=cancel_rest)
+
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        """Root the keys of the work in a block at the task: `with ctx.scope("agent:7"): …`.
+
+        Without it a key holds the path of tasks that lead to the work. A library that changes how it makes its tasks
+        changes that path; under a scope it does not matter. Tasks made in the block belong to the scope too. Give each
+        scope a name of its own: the second one of a name is `name#2`, in the order in which they are entered.
+        """
+        given: object = name  # typed, but by users
+        if not isinstance(given, str) or not given:
+            raise UsageError(f"ctx.scope({name!r}) needs a name: a string that is not empty")
+        return named_scope(self._run.tracker, name)
 
     def progress(self, done: float | None = None, total: float | None = None, message: str | None = None) -> None:
         """Tell the requesters how far the task is. Silent in replay."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from threading import get_ident
 from types import CodeType, CoroutineType, FrameType, TracebackType
@@ -24,7 +25,7 @@ from coatcheck.errors import UsageError
 from coatcheck.worker.engine.keys import Scope
 
 __all__ = ["NO_OWNER", "Driver", "Durable", "Joint", "PutDown", "Tracked", "Tracker", "current_driver",
-           "detached_context", "ensure_factory", "make_untracked", "scope_in"]  # fmt: skip
+           "detached_context", "ensure_factory", "make_untracked", "named_scope", "scope_in"]  # fmt: skip
 
 QUIET_PASSES = 3
 """How many passes of the loop without a move make a run quiet: a child's end reaches its parent in two."""
@@ -113,7 +114,7 @@ class Tracker:
 
     __slots__ = (
         "_idle_passes", "_is_scheduled", "_seen", "batch", "busy_passes", "durable_count", "is_over",
-        "is_putting_down", "live", "loop", "moves", "owner", "thread_id",
+        "is_putting_down", "live", "loop", "moves", "owner", "root_scope", "thread_id",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
@@ -130,6 +131,7 @@ class Tracker:
         self._is_scheduled = False
         self._seen = -1
         self._idle_passes = 0
+        self.root_scope = Scope()
 
     def start(self, coro: Coroutine[Any, Any, Any]) -> Tracked:
         """Start the root branch. Raises TypeError if there is nothing to drive."""
@@ -218,7 +220,7 @@ class Driver(Coroutine[Any, Any, Any]):
         self.put_down_count = 0
         self.task: Tracked | None = None
         self.batch: Batch | None = None
-        self.scope: Scope = Scope() if parent is None else parent.scope
+        self.scope: Scope = tracker.root_scope if parent is None else parent.scope
         """The branch this task numbers its work in. Its own opens with its first step, when its name is known."""
         tracker.live[self] = None
         tracker.moves += 1
@@ -375,6 +377,23 @@ def scope_in(tracker: Tracker) -> Scope | None:
     else:
         driver = _scope_owner.get() if task is None else None
     return driver.scope if driver is not None and driver.tracker is tracker else None
+
+
+@contextmanager
+def named_scope(tracker: Tracker, name: str) -> Iterator[None]:
+    """Let the branch that runs now number its work in a scope at the root of its run, until the block ends.
+
+    Tasks made inside belong to it. Raises UsageError outside a branch of this run.
+    """
+    task = asyncio.current_task(tracker.loop) if scope_in(tracker) is not None else None
+    if type(task) is not Tracked:
+        raise UsageError(f"ctx.scope({name!r}) outside its handler: use it in the handler, or in a task that it made")
+    driver, before = task.driver, task.driver.scope
+    driver.scope = tracker.root_scope.child(name)
+    try:
+        yield
+    finally:
+        driver.scope = before
 
 
 def ensure_factory(loop: asyncio.AbstractEventLoop) -> None:

@@ -357,12 +357,14 @@ class GroupWork(Work[Any], kw_only=True):
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in self.members]
         joint = Joint(asyncio.get_running_loop(), tasks, None if self.is_lenient else self.need)
         ended: list[asyncio.Future[Any]] = []
+        failed_count = 0
 
         def collect(task: asyncio.Future[Any]) -> None:
             if not task.cancelled():
                 task.exception()  # a member that is left over may fail unseen
+            nonlocal failed_count
             ended.append(task)
-            failed_count = sum(_error_of(each) is not None for each in ended)
+            failed_count += _error_of(task) is not None
             is_over = len(ended) - failed_count >= self.need or failed_count > len(tasks) - self.need
             if not joint.done() and (len(ended) == len(tasks) if self.is_lenient else is_over):
                 joint.set_result(len(ended))
