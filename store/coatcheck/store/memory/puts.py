@@ -50,10 +50,11 @@ def _write(tables: Tables, one: Put, row: TaskRow | None, replica: str) -> PutDo
     is_parked = decide.may_park(one, tables.states(decide.waits_for(one)))
     writing = Writing(one, row.task.seq, is_parked, tables.news(one.task_id, seen=one.seen))
     cancels = _close_calls(tables, writing)
+    signed = writing.signatures(replica)
     for entry, seq, _ in writing.entries:
-        tables.insert_entry(one.task_id, entry, checkpoint=writing.checkpoint, seq=seq, by=(writing.epoch, replica))
+        tables.insert_entry(one.task_id, entry, checkpoint=writing.checkpoint, seq=seq, by=next(signed))
     for call, place in writing.opens:
-        tables.insert_call(one.task_id, call, checkpoint=writing.checkpoint, seq=place, by=(writing.epoch, replica))
+        tables.insert_call(one.task_id, call, checkpoint=writing.checkpoint, seq=place, by=next(signed))
     last = writing.seq
     if writing.standing.state.is_final:
         last, leftover = close_leftovers(tables, one.task_id, last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import NamedTuple
 from uuid import UUID
@@ -89,6 +90,8 @@ def load_known(tables: Tables, ids: Collection[TaskId]) -> dict[TaskId, Known]:
 def task_lines(tables: Tables, task_id: TaskId) -> list[Line]:
     lines = [_entry_line(entry) for entry in tables.entries_of.get(task_id, ())]
     lines += [_call_line(call) for call in tables.calls_of.get(task_id, ())]
+    replicas = {line.checkpoint: line.replica for line in lines if line.replica is not None}
+    lines = [replace(line, replica=replicas.get(line.checkpoint)) for line in lines]
     return sorted(lines, key=lambda line: (line.seq is None, line.seq or 0, line.opened_at))
 
 

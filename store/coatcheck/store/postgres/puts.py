@@ -236,8 +236,9 @@ def _add_rows(rows_of: dict[str, list[Any]], one: Writing, replica: str) -> None
         if one.is_parked:
             rows_of["wait"] += [(task_id, *member) for member in _members(put)]
     rows_of["close"] += [(call_id, task_id, seq) for call_id, seq in one.closes]
-    rows_of["entry"] += [(*_entry_row(one, *entry), one.epoch, replica) for entry in one.entries]
-    rows_of["call"] += [(*_call_row(one, *call), one.epoch, replica) for call in one.opens]
+    signed = one.signatures(replica)
+    rows_of["entry"] += [(*_entry_row(one, *entry), *next(signed)) for entry in one.entries]
+    rows_of["call"] += [(*_call_row(one, *call), *next(signed)) for call in one.opens]
     rows_of["forget"] += [(task_id, key) for key in decide.forgotten(put)]
 
 

@@ -26,7 +26,10 @@ LIST = f"""
 """
 CLOCK = text("SELECT clock_timestamp() AS now")
 COUNTS = text("SELECT state, count(*) AS number FROM coatcheck.task GROUP BY state")
+# The first row of a checkpoint names its replica.
 LINES = text("""
+    SELECT seq, key, kind, name, state, value, call_id, peer, due_at, opened_at, closed_at, progress, is_sent,
+           is_forgotten, checkpoint, epoch, max(replica) OVER (PARTITION BY checkpoint) AS replica FROM (
     SELECT seq, key, kind, name, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS state, value, NULL::uuid AS call_id,
            '' AS peer, NULL::timestamptz AS due_at, recorded_at AS opened_at, recorded_at AS closed_at,
            NULL::jsonb AS progress, true AS is_sent, is_forgotten, checkpoint,
@@ -35,8 +38,8 @@ LINES = text("""
      UNION ALL
     SELECT seq, key, kind, name, state, value, id, peer, due_at, opened_at, closed_at, progress, is_sent, is_forgotten,
            checkpoint, epoch, replica
-      FROM coatcheck.call WHERE task_id = CAST(:id AS uuid)
-     ORDER BY 1 NULLS LAST, 10
+      FROM coatcheck.call WHERE task_id = CAST(:id AS uuid)) AS line
+     ORDER BY seq NULLS LAST, opened_at
 """)
 
 # The tasks are picked first, so that calls are counted for those few only; payloads stay in the table.
