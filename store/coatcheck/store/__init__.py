@@ -1,10 +1,10 @@
 """Tasks at rest: rows, SQL, codecs and migrations. Stands alone; knows nothing of brokers or handlers."""
 
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, encode
+from coatcheck.store.front import Store
 from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryStore, Tables
 from coatcheck.store.migrate import migrate, newest_version
-from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import CallId, CallState, Task, TaskId, TaskState
 from coatcheck.store.views import Line
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from coatcheck.errors import NobodyThere
+from coatcheck.store.front import Store
 from coatcheck.store.migrate import migrate, newest_version
-from coatcheck.store.postgres.store import Store
 from coatcheck.worker.settings import QUEUES_IN_STORE, Checkpointing, Settings, is_embedded
 
 HOME = ".coatcheck"

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from coatcheck.store.batcher import LANE_WIDTH, Observe
+from coatcheck.store.front import Store
+from coatcheck.store.in_flight import InFlight
 from coatcheck.store.memory import claims, puts, queries, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.migrate import newest_version, schema_version
@@ -18,8 +20,6 @@ from coatcheck.store.postgres import puts as pg_puts
 from coatcheck.store.postgres import queries as pg_queries
 from coatcheck.store.postgres import records as pg_records
 from coatcheck.store.postgres import sweeps as pg_sweeps
-from coatcheck.store.postgres.in_flight import InFlight
-from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import MAX_HISTORY
 
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from sqlalchemy.pool import NullPool
 from coatcheck import tls
 from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
 from coatcheck.search_path import SEARCH_PATH, UnsafeSearchPath
+from coatcheck.store.in_flight import InFlight
 from coatcheck.store.postgres.connection import DRIVER_ERRORS, Connection, Pool, PoolTimeout
-from coatcheck.store.postgres.in_flight import InFlight
 
 T = TypeVar("T")
 
