@@ -24,8 +24,8 @@ from coatcheck.cli.doctor import (
     judge_workers,
 )
 from coatcheck.store import Store, TaskId, encode
-from coatcheck.store.migrate import newest_version
 from coatcheck.store.rows import Birth, Hold
+from coatcheck.store.versions import newest_version
 from coatcheck.store.views import Backlog, Late
 from coatcheck.worker.problems import problem
 

@@ -21,7 +21,7 @@ from coatcheck.store.batcher import Batcher
 from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryStore, Tables, claims, puts
 from coatcheck.store.memory import sweeps as memory_sweeps
-from coatcheck.store.memory.store import OPERATIONS
+from coatcheck.store.memory.operations import MemoryOperations, operation
 from coatcheck.store.rows import (
     MAX_HISTORY,
     Birth,
@@ -328,10 +328,7 @@ def the_sweeper_overlooks_leases() -> Sequence[Patch]:
 
 
 def _operation(name: str, value: Any) -> Patch:
-    from coatcheck.store.memory import store
-    from coatcheck.store.postgres import sweeps
-
-    return (store, "OPERATIONS", {**OPERATIONS, getattr(sweeps, name): value})
+    return (MemoryOperations, name, operation(value))
 
 
 @bug

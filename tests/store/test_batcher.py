@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from coatcheck.errors import StoreUnavailable
-from coatcheck.store.batcher import BATCH_ROUNDS, Batcher, Busy
-from coatcheck.store.postgres.database import LockTimeout
+from coatcheck.store.batcher import BATCH_ROUNDS, Batcher, Busy, LockTimeout
 
 
 class Commits:

@@ -11,7 +11,8 @@ from tests.store.kit import birth, birth_put, calls, going, new_id, ok, park
 from coatcheck import points
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
-from coatcheck.store.postgres.database import SERVER_SETTINGS, Database, LockTimeout, StoreNotReady, parse_address
+from coatcheck.store.batcher import LockTimeout
+from coatcheck.store.postgres.database import SERVER_SETTINGS, Database, StoreNotReady, parse_address
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from tests.store.kit import (
 )
 
 from coatcheck.store import Store, TaskState
-from coatcheck.store.batcher import BATCH_ROUNDS
-from coatcheck.store.postgres.database import SERVER_SETTINGS, LockTimeout
+from coatcheck.store.batcher import BATCH_ROUNDS, LockTimeout
+from coatcheck.store.postgres.database import SERVER_SETTINGS
 from coatcheck.store.rows import Birth, PutDone, PutRefused, Request, Verdict, Wake
 from coatcheck.store.views import Renewal
 

@@ -1,11 +1,13 @@
 """Tasks at rest: rows, SQL, codecs and migrations. Stands alone; knows nothing of brokers or handlers."""
 
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, encode
+from coatcheck.store.front import Store
 from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryStore, Tables
-from coatcheck.store.migrate import migrate, newest_version
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.migrate import migrate
+from coatcheck.store.port import Operations
 from coatcheck.store.rows import CallId, CallState, Task, TaskId, TaskState
+from coatcheck.store.versions import newest_version
 from coatcheck.store.views import Line
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Kind",
     "Line",
     "MemoryStore",
+    "Operations",
     "Store",
     "Tables",
     "Task",

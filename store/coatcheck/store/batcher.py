@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from coatcheck.errors import StoreUnavailable, TransientError
-from coatcheck.store.postgres.database import LockTimeout
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -26,6 +25,10 @@ BATCH_ROUNDS = 5
 """Tries beside others. Four replies of one task come to two replicas at once; a lane for each would cost a transaction
 of six round trips, a further try nothing."""
 _MAX_LANE_ROUNDS = 200
+
+
+class LockTimeout(StoreUnavailable):
+    """Another transaction held a row for longer than we wait."""
 
 
 @dataclass(frozen=True, slots=True)

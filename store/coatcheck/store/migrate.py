@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
 from sqlalchemy import Connection as CoreConnection
 from sqlalchemy import text
 
 from coatcheck.store.postgres.connection import Connection
 from coatcheck.store.postgres.database import Database, StoreNotReady
+from coatcheck.store.versions import known_versions, newest_version
 
 _LOCK = 0x636F6174  # "coat"
 MIGRATION_TIMEOUT_S = 600.0
@@ -35,11 +34,6 @@ async def schema_version(connection: Connection) -> str | None:
     return version
 
 
-def newest_version() -> str:
-    """The version this release of the code was written for."""
-    return max(_known_versions())
-
-
 async def _upgrade(connection: Connection) -> str:
     await connection.begin()
     # A transaction-level lock: it goes with the transaction, also behind pgbouncer, also when we die here.
@@ -47,7 +41,7 @@ async def _upgrade(connection: Connection) -> str:
     await connection.execute(text("SET LOCAL statement_timeout = '10min'"))
     await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
     found = await schema_version(connection)
-    if found is not None and found not in _known_versions():
+    if found is not None and found not in known_versions():
         raise StoreNotReady(
             f"the schema is at version {found}, and this release knows {newest_version()} as the newest; "
             "upgrade coatcheck here, or leave migrating to the newer release"
@@ -58,12 +52,6 @@ async def _upgrade(connection: Connection) -> str:
             await connection.execute(text("CREATE SCHEMA coatcheck"))
         await connection.run_sync(_run_alembic)
     return newest_version()
-
-
-def _known_versions() -> set[str]:
-    """By the names of the scripts, `0001_tables.py`: a replica that only looks should not wait for Alembic to load."""
-    scripts = files("coatcheck.store.migrations").joinpath("versions").iterdir()
-    return {script.name.partition("_")[0] for script in scripts if script.name[:1].isdigit()}
 
 
 def _run_alembic(connection: CoreConnection) -> None:

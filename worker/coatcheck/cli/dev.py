@@ -28,8 +28,8 @@ from coatcheck.cli.options import CONNECT_BUDGET, connections, load_settings
 from coatcheck.cli.processes.crew import Crew, Ending, Life, Member, Watcher, describe_end
 from coatcheck.embedded import find_directory, is_running, join
 from coatcheck.errors import StoreUnavailable
+from coatcheck.store.front import Store
 from coatcheck.store.migrate import migrate
-from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import TaskState
 from coatcheck.worker.log_streams import flush
 from coatcheck.worker.servers import HOME, settle

@@ -19,9 +19,9 @@ from coatcheck.cli.options import CONNECT_BUDGET, connections, json_option, load
 from coatcheck.cli.output import duration, emit_json, is_terminal, read_problem, say, say_table
 from coatcheck.cli.tasks import fix_for
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable, UsageError
-from coatcheck.store.migrate import newest_version
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
 from coatcheck.store.rows import TaskId, TaskState
+from coatcheck.store.versions import newest_version
 from coatcheck.store.views import Backlog, Late, ServiceCount, Summary
 from coatcheck.worker.servers import no_server, settle
 from coatcheck.worker.settings import Checkpointing, Settings, is_embedded, redacted

@@ -12,7 +12,7 @@ from uuid import UUID
 import click
 
 from coatcheck.errors import InvalidSettings
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
 from coatcheck.store.rows import TaskId
 from coatcheck.worker.client import Client
 from coatcheck.worker.settings import Settings, SettingsWarning, has_password, redacted

@@ -30,7 +30,7 @@ from coatcheck.cli.output import (
     say_table,
     stdout,
 )
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
 from coatcheck.store.rows import FINAL_STATES, CallState, Task, TaskState
 from coatcheck.store.views import Line, Summary
 from coatcheck.worker.problems import CODES, Code

@@ -25,9 +25,9 @@ from structlog.testing import capture_logs
 from coatcheck import points
 from coatcheck.errors import TaskFailed, UsageError
 from coatcheck.store import blobs
+from coatcheck.store.front import Store
 from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryStore
-from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import NewEntry, Put, PutDone, PutRefused, TaskState
 from coatcheck.testing.stage import Stage, Ticket
 from coatcheck.testing.stage_clock import StageClock

@@ -14,8 +14,8 @@ from coatcheck.broker.headers import KEY
 from coatcheck.broker.memory import MemoryBroker, MemoryServer, _servers
 from coatcheck.broker.port import Message, Outgoing, Routing
 from coatcheck.errors import CoatcheckError, UsageError
+from coatcheck.store.front import Store
 from coatcheck.store.memory import MemoryStore, Tables
-from coatcheck.store.postgres.store import Store
 from coatcheck.testing.peers import NotFaked, Peer
 from coatcheck.testing.stage_clock import StageClock
 from coatcheck.testing.virtual_time import StagePart, Time, unwrap, wrap

@@ -22,7 +22,7 @@ from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob, decode
-from coatcheck.store.postgres.store import OpenStore, Store
+from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.rows import Task, TaskId, TaskState
 from coatcheck.store.views import Line
 from coatcheck.worker import tracing

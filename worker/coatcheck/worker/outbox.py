@@ -28,7 +28,7 @@ from coatcheck.errors import BrokerUnavailable, CoatcheckError, InvalidSettings,
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
 from coatcheck.store.rows import CallId, Peer
 from coatcheck.worker.destinations import REPLIES, Destinations
 from coatcheck.worker.messages import call_message, cancel_message

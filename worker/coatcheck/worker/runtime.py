@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coatcheck.broker.bodies import Limits
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
 from coatcheck.store.rows import TaskId
 from coatcheck.worker.app import App
 from coatcheck.worker.events import Events

@@ -13,8 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from coatcheck.errors import NobodyThere
-from coatcheck.store.migrate import migrate, newest_version
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
+from coatcheck.store.migrate import migrate
+from coatcheck.store.versions import newest_version
 from coatcheck.worker.settings import QUEUES_IN_STORE, Checkpointing, Settings, is_embedded
 
 HOME = ".coatcheck"

@@ -13,7 +13,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.log import get_logger
-from coatcheck.store.postgres.database import LockTimeout
+from coatcheck.store.batcher import LockTimeout
 from coatcheck.worker.events import Events, StoreLost
 
 log = get_logger(__name__)

@@ -33,7 +33,7 @@ from coatcheck.broker.wire import make_resume, make_timeout
 from coatcheck.errors import BrokerUnavailable, CoatcheckError, TransientError
 from coatcheck.log import get_logger
 from coatcheck.points import reach
-from coatcheck.store.postgres.store import OpenStore, Store
+from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.rows import Address, Task, TaskId, TaskState
 from coatcheck.store.views import LookedAt, Retention
 from coatcheck.worker.health import HealthServer

@@ -24,8 +24,8 @@ from coatcheck.broker.port import Broker, Consumer, Outgoing
 from coatcheck.broker.wire import make_resume
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
 from coatcheck.log import get_logger
-from coatcheck.store.migrate import newest_version
-from coatcheck.store.postgres.store import OpenStore, Store
+from coatcheck.store.front import OpenStore, Store
+from coatcheck.store.versions import newest_version
 from coatcheck.worker.app import App
 from coatcheck.worker.arrivals import Broadcasts, Orders, Receive, Replies, UnderWay
 from coatcheck.worker.engine.classify import find_unsupported

@@ -87,9 +87,10 @@ def load_known(tables: Tables, ids: Collection[TaskId]) -> dict[TaskId, Known]:
     return {task_id: tables.known(task_id) for task_id in ids if task_id in tables.tasks}
 
 
-def task_lines(tables: Tables, task_id: TaskId) -> list[Line]:
-    lines = [_entry_line(entry) for entry in tables.entries_of.get(task_id, ())]
-    lines += [_call_line(call) for call in tables.calls_of.get(task_id, ())]
+def task_lines(tables: Tables, task_id: UUID) -> list[Line]:
+    known = TaskId(task_id)
+    lines = [_entry_line(entry) for entry in tables.entries_of.get(known, ())]
+    lines += [_call_line(call) for call in tables.calls_of.get(known, ())]
     replicas = {line.checkpoint: line.replica for line in lines if line.replica is not None}
     lines = [replace(line, replica=replicas.get(line.checkpoint)) for line in lines]
     return sorted(lines, key=lambda line: (line.seq is None, line.seq or 0, line.opened_at))

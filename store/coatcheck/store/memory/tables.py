@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from coatcheck.errors import Rejected
 from coatcheck.store import decide
+from coatcheck.store.documents import from_json, to_json
 from coatcheck.store.kinds import Kind
-from coatcheck.store.postgres.records import from_json, to_json
 from coatcheck.store.rows import (
     Address,
     Birth,

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from coatcheck.store import decide
 from coatcheck.store.batcher import Busy, Unreadable
 from coatcheck.store.decide import Called, Plan, Standing
+from coatcheck.store.documents import to_json
 from coatcheck.store.postgres.connection import Connection, Row
 from coatcheck.store.postgres.database import columns, rows
 from coatcheck.store.postgres.records import (
@@ -32,7 +33,6 @@ from coatcheck.store.postgres.records import (
     lock_tasks,
     read_tasks,
     task_of,
-    to_json,
 )
 from coatcheck.store.postgres.sql import STATEMENTS
 from coatcheck.store.postgres.task_inserts import birth_values, standing_row

@@ -32,8 +32,9 @@ from sqlalchemy.pool import NullPool
 from coatcheck import tls
 from coatcheck.errors import InvalidSettings, Rejected, StoreUnavailable
 from coatcheck.search_path import SEARCH_PATH, UnsafeSearchPath
+from coatcheck.store.batcher import LockTimeout
+from coatcheck.store.in_flight import InFlight
 from coatcheck.store.postgres.connection import DRIVER_ERRORS, Connection, Pool, PoolTimeout
-from coatcheck.store.postgres.in_flight import InFlight
 
 T = TypeVar("T")
 
@@ -82,10 +83,6 @@ _REJECTION_CLASSES = ("22", "23")
 
 class Collision(StoreUnavailable):
     """Two transactions were in each other's way, and this one was sent back."""
-
-
-class LockTimeout(StoreUnavailable):
-    """Another transaction held a row for longer than we wait."""
 
 
 class StoreNotReady(StoreUnavailable):

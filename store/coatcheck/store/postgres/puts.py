@@ -26,17 +26,11 @@ from sqlalchemy import TextClause, text
 from coatcheck.store import decide
 from coatcheck.store.batcher import Busy
 from coatcheck.store.decide import Fence, Writing
+from coatcheck.store.documents import to_json
 from coatcheck.store.kinds import KINDS
 from coatcheck.store.postgres.connection import Connection
 from coatcheck.store.postgres.database import columns, rows
-from coatcheck.store.postgres.records import (
-    CALL_STATES,
-    addresses_of,
-    lock_tasks,
-    peer_of,
-    recorded_of,
-    to_json,
-)
+from coatcheck.store.postgres.records import CALL_STATES, addresses_of, lock_tasks, peer_of, recorded_of
 from coatcheck.store.postgres.sql import PARTS, STATEMENTS
 from coatcheck.store.postgres.task_inserts import STANDING_COLUMNS, birth_values, standing_row
 from coatcheck.store.rows import (

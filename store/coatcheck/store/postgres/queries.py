@@ -9,10 +9,11 @@ from uuid import UUID
 
 from sqlalchemy import text
 
+from coatcheck.store.documents import from_json
 from coatcheck.store.kinds import Kind
 from coatcheck.store.postgres.connection import Connection, Row
 from coatcheck.store.postgres.database import rows
-from coatcheck.store.postgres.records import from_json, task_of
+from coatcheck.store.postgres.records import task_of
 from coatcheck.store.postgres.sql import PARTS, STATEMENTS
 from coatcheck.store.rows import CallState, Task, TaskId, TaskState
 from coatcheck.store.views import Backlog, Late, Line, ServiceCount, Summary

@@ -11,6 +11,7 @@ from uuid import UUID
 import msgspec
 
 from coatcheck.store.decide import TASK_STATES, Closing, Found
+from coatcheck.store.documents import from_json, to_json
 from coatcheck.store.kinds import KINDS
 from coatcheck.store.postgres.connection import Connection, Row
 from coatcheck.store.postgres.database import rows
@@ -199,15 +200,6 @@ def readable(found: Iterable[Row], of: Callable[[Row], T]) -> tuple[list[T], lis
 
 def addresses_of(written: Any) -> tuple[Address, ...]:
     return tuple([Address(*pair) for pair in from_json(written)])
-
-
-def from_json(value: Any) -> Any:
-    """jsonb arrives as text through plain statements."""
-    return msgspec.json.decode(value) if isinstance(value, str | bytes) else value
-
-
-def to_json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def addresses_json(addresses: Iterable[Address]) -> str:

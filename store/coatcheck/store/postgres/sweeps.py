@@ -11,10 +11,11 @@ from sqlalchemy import text
 
 from coatcheck.store import decide
 from coatcheck.store.blobs import is_damaged
+from coatcheck.store.documents import to_json
 from coatcheck.store.kinds import KINDS
 from coatcheck.store.postgres.connection import Connection, Row
 from coatcheck.store.postgres.database import rows
-from coatcheck.store.postgres.records import addresses_json, peer_of, readable, task_of, to_json
+from coatcheck.store.postgres.records import addresses_json, peer_of, readable, task_of
 from coatcheck.store.postgres.sql import PARTS, STATEMENTS
 from coatcheck.store.rows import ALONE, FINAL_STATES, MOST_ADDRESSES, Address, CallId, TaskId
 from coatcheck.store.views import LookedAt, Renewal, Renewed, Retention

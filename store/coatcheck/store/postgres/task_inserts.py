@@ -8,8 +8,9 @@ from typing import Any
 from coatcheck.store import decide
 from coatcheck.store.blobs import shrink
 from coatcheck.store.decide import Standing
+from coatcheck.store.documents import to_json
 from coatcheck.store.postgres.database import columns
-from coatcheck.store.postgres.records import addresses_json, to_json
+from coatcheck.store.postgres.records import addresses_json
 from coatcheck.store.rows import Birth, TaskState
 
 BIRTH_COLUMNS = (
