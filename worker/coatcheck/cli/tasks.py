@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from coatcheck.cli.options import json_option, make_client, store_option
+from coatcheck.cli.options import find_task_id, json_option, make_client, store_option
 from coatcheck.cli.output import (
     duration,
     emit_json,
@@ -24,7 +25,6 @@ from coatcheck.cli.output import (
     say_table,
     stdout,
 )
-from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import FINAL_STATES, TaskState
 from coatcheck.store.views import Summary
 
@@ -49,6 +49,7 @@ def parse_states(context: click.Context, option: click.Parameter, written: str |
 
 @click.command(short_help="List tasks and what they wait for.")
 @click.option("--service", help="Only tasks of this service.")
+@click.option("--handler", metavar="NAME", help="Only tasks of this handler.")
 @click.option(
     "--state",
     "states",
@@ -60,15 +61,18 @@ def parse_states(context: click.Context, option: click.Parameter, written: str |
 @click.option(
     "--limit", type=click.IntRange(1, 10_000), default=50, metavar="N", help="At most so many.  [default: 50]"
 )
+@click.option("--after", metavar="TASK_ID", help="Only tasks older than this one: the next page.")
 @click.option("--watch", is_flag=True, help=f"Look again every {WATCH_INTERVAL_S:g} s, until Ctrl-C.")
 @store_option
 @json_option
 def ps(
     *,
     service: str | None,
+    handler: str | None,
     states: tuple[TaskState, ...],
     shows_all: bool,
     limit: int,
+    after: str | None,
     watch: bool,
     store: str | None,
     as_json: bool,
@@ -88,11 +92,14 @@ def ps(
 
     async def look() -> None:
         async with make_client(store=store) as client:
+            last = None if after is None else (await client.get(await find_task_id(client.store, after))).task_id
+            summarise = partial(
+                client.store.summarise_tasks, service=service, states=wanted, limit=limit, handler=handler, after=last
+            )
             if watch:
-                await _watch(client.store, service, wanted, limit, as_json=as_json)
+                await _watch(summarise, wanted, limit, as_json=as_json)
             else:
-                found = await client.store.summarise_tasks(service=service, states=wanted, limit=limit)
-                _print_tasks(found, wanted, limit, as_json=as_json)
+                _print_tasks(await summarise(), wanted, limit, as_json=as_json)
                 if not as_json:
                     _say_if_unswept(await client.store.next_look())
 
@@ -100,17 +107,16 @@ def ps(
 
 
 async def _watch(
-    store: Store, service: str | None, states: tuple[TaskState, ...], limit: int, *, as_json: bool
+    summarise: Callable[[], Awaitable[list[Summary]]], states: tuple[TaskState, ...], limit: int, *, as_json: bool
 ) -> None:
     """Look again and again: in place on a terminal, one after the other elsewhere."""
     if as_json or not is_terminal():
         while True:
-            found = await store.summarise_tasks(service=service, states=states, limit=limit)
-            _print_tasks(found, states, limit, as_json=as_json)
+            _print_tasks(await summarise(), states, limit, as_json=as_json)
             await asyncio.sleep(WATCH_INTERVAL_S)
     with Live(console=stdout(), auto_refresh=False) as live:
         while True:
-            found = await store.summarise_tasks(service=service, states=states, limit=limit)
+            found = await summarise()
             rows = [row_of(each, is_short=True) for each in found]
             live.update(Group(make_table(TITLES, rows), Text(_footer(found, states, limit), style="dim")), refresh=True)
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -139,7 +145,7 @@ def _say_if_unswept(next_look: timedelta | None) -> None:
 def _footer(found: Sequence[Summary], states: Sequence[TaskState], limit: int) -> str:
     if not found:
         return "No such tasks." if states != UNFINISHED else "No unfinished tasks; --all lists finished ones too."
-    more = f"; there may be more, see --limit (now {limit})" if len(found) == limit else ""
+    more = f"; there may be more: --after {found[-1].task_id}, or --limit (now {limit})" if len(found) == limit else ""
     return f"{len(found)} task{'s' if len(found) > 1 else ''}{more}"
 
 

@@ -57,6 +57,7 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_queries.find_unsent: queries.find_unsent,
         pg_queries.read_clock: lambda tables: tables.now,
         pg_queries.task_lines: queries.task_lines,
+        pg_queries.read_stored: queries.read_stored,
         pg_records.load_known: queries.load_known,
         schema_version: lambda tables: _VERSION,
     }
