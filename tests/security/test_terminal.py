@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from coatcheck.broker import Message
-from coatcheck.cli import dead, output, requests, tasks
+from coatcheck.cli import dead, output, requests, show
 from coatcheck.cli.dead import Letter, read_letter
 from coatcheck.cli.dev_screen import Screen, read_line
 from coatcheck.cli.output import Terminal, read_blob
@@ -92,7 +92,7 @@ PLACES: dict[str, Callable[[], object]] = {
     "a dead letter whole": lambda: dead._print_letter(letter(), limit=None),
     "a dead letter as JSON": lambda: output.emit_json(dead._document(letter())),
     "a list of dead letters": lambda: output.say_table(("#", "ID"), [dead._row(1, letter())[:2]]),
-    "a block of show": lambda: tasks._print_block("Result", HOSTILE),
+    "a block of show": lambda: show._print_block("Result", HOSTILE),
     "a result": lambda: requests._print_result(uuid4(), HOSTILE, as_json=False),
     "a result of bytes": lambda: requests._print_result(uuid4(), HOSTILE.encode(), as_json=False),
     "a result as JSON": lambda: requests._print_result(uuid4(), {HOSTILE: HOSTILE}, as_json=True),

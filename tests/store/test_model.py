@@ -162,6 +162,7 @@ class Twins(RuleBasedStateMachine):
         task_id = make.one(make.births).task_id
         self._ask(lambda store: store.find_task(task_id))
         self._ask(lambda store: store.task_lines(task_id))
+        self._ask(lambda store: store.read_stored(task_id))
         self._ask(lambda store: store.find_ids(task_id.hex[:2], limit=2))
 
     @invariant()

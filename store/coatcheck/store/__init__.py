@@ -1,6 +1,7 @@
 """Tasks at rest: rows, SQL, codecs and migrations. Stands alone; knows nothing of brokers or handlers."""
 
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, encode
+from coatcheck.store.checkpoints import CheckpointInfo
 from coatcheck.store.front import Store
 from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryStore, Tables
@@ -13,6 +14,7 @@ from coatcheck.store.views import Line
 __all__ = [
     "CallId",
     "CallState",
+    "CheckpointInfo",
     "Codec",
     "CorruptBlob",
     "Kind",

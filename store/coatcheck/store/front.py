@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 from coatcheck.store.batcher import Batcher, Observe
+from coatcheck.store.checkpoints import CheckpointInfo, Stored, checkpoints_of
 from coatcheck.store.opening import open_operations
 from coatcheck.store.port import Operations
 from coatcheck.store.rows import (
@@ -169,17 +170,25 @@ class Store:
     # --- for people ---
 
     async def list_tasks(
-        self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50
-    ) -> list[Task]:
-        return await self._operations.list_tasks(service=service, states=states, limit=limit)
+        self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50,
+        handler: str | None = None, after: UUID | None = None,
+    ) -> list[Task]:  # fmt: skip
+        """The newest first. `handler`: only of this one; `after`: only those older than the task of this id."""
+        return await self._operations.list_tasks(
+            service=service, states=states, limit=limit, handler=handler, after=after
+        )
 
     async def count_tasks(self) -> dict[TaskState, int]:
         return await self._operations.count_tasks()
 
     async def summarise_tasks(
-        self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50
-    ) -> list[Summary]:
-        return await self._operations.summarise_tasks(service=service, states=states, limit=limit)
+        self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50,
+        handler: str | None = None, after: UUID | None = None,
+    ) -> list[Summary]:  # fmt: skip
+        """As `list_tasks`, without their payloads."""
+        return await self._operations.summarise_tasks(
+            service=service, states=states, limit=limit, handler=handler, after=after
+        )
 
     async def find_ids(self, prefix: str, *, limit: int = 10) -> list[TaskId]:
         return await self._operations.find_ids(prefix=prefix, limit=limit)
@@ -204,6 +213,15 @@ class Store:
 
     async def task_lines(self, task_id: UUID) -> Sequence[Line]:
         return await self._operations.task_lines(task_id)
+
+    async def read_stored(self, task_id: TaskId) -> list[Stored]:
+        """A task's journal and calls as they are kept, forgotten ones too; empty for a task that no row knows."""
+        return await self._operations.read_stored(task_id)
+
+    async def checkpoints(self, task_id: TaskId) -> list[CheckpointInfo]:
+        """The known checkpoints of a task, by number; empty for a task that no row knows."""
+        task = await self.find_task(task_id)
+        return [] if task is None else checkpoints_of(task, await self.read_stored(task_id))
 
 
 OpenStore: TypeAlias = Callable[..., Store]

@@ -27,6 +27,7 @@ from typing import Protocol, TypeAlias
 from uuid import UUID
 
 from coatcheck.store.batcher import Busy, Unreadable
+from coatcheck.store.checkpoints import Stored
 from coatcheck.store.rows import (
     Address,
     Arrival,
@@ -168,10 +169,16 @@ class Operations(Protocol):
     async def load_known(self, ids: Collection[TaskId]) -> Mapping[TaskId, Known]:
         """What the next runs of these tasks would begin with; one without a row, or with nothing, may be left out."""
 
-    async def list_tasks(self, *, service: str | None, states: Collection[TaskState], limit: int) -> list[Task]:
-        """The newest tasks first. Without states: all but tombstones."""
+    async def list_tasks(
+        self, *, service: str | None, states: Collection[TaskState], limit: int, handler: str | None,
+        after: UUID | None,
+    ) -> list[Task]:  # fmt: skip
+        """The newest tasks first. Without states: all but tombstones. `after`: only those older than this task."""
 
-    async def summarise_tasks(self, *, service: str | None, states: Collection[TaskState], limit: int) -> list[Summary]:
+    async def summarise_tasks(
+        self, *, service: str | None, states: Collection[TaskState], limit: int, handler: str | None,
+        after: UUID | None,
+    ) -> list[Summary]:  # fmt: skip
         """As `list_tasks`, without payloads, and with what each task waits for."""
 
     async def find_ids(self, *, prefix: str, limit: int) -> list[TaskId]:
@@ -192,3 +199,6 @@ class Operations(Protocol):
 
     async def task_lines(self, task_id: UUID) -> Sequence[Line]:
         """A task's journal and calls in the order they ended; open calls last."""
+
+    async def read_stored(self, task_id: TaskId) -> list[Stored]:
+        """A task's journal and calls as they are kept, forgotten ones too, in the order of their checkpoints."""

@@ -17,7 +17,7 @@ from coatcheck.broker import Names, connect
 from coatcheck.broker.port import Broker
 from coatcheck.cli.options import CONNECT_BUDGET, connections, json_option, load_settings
 from coatcheck.cli.output import duration, emit_json, is_terminal, read_problem, say, say_table
-from coatcheck.cli.tasks import fix_for
+from coatcheck.cli.show import fix_for
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable, UsageError
 from coatcheck.store.front import Store
 from coatcheck.store.rows import TaskId, TaskState

@@ -22,6 +22,7 @@ from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob, decode
+from coatcheck.store.checkpoints import CheckpointInfo, checkpoints_of
 from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.rows import Task, TaskId, TaskState
 from coatcheck.store.views import Line
@@ -220,6 +221,11 @@ class Client:
     async def lines(self, task_id: UUID) -> Sequence[Line]:
         """A task's story: its steps and calls, in the order they ended; open calls last."""
         return await self.store.task_lines(task_id)
+
+    async def checkpoints(self, task_id: UUID) -> Sequence[CheckpointInfo]:
+        """A task's known checkpoints, by number. Raises NoSuchTask."""
+        task = await self.get(task_id)
+        return checkpoints_of(task, await self.store.read_stored(task.task_id))
 
     async def list(
         self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50

@@ -96,3 +96,4 @@ class MemoryOperations:
     find_unsent = operation(queries.find_unsent)
     read_clock = operation(lambda tables: tables.now)
     task_lines = operation(queries.task_lines)
+    read_stored = operation(queries.read_stored)

@@ -6,9 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
+from coatcheck.store.checkpoints import Stored, in_order
 from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, check_text, earliest
 from coatcheck.store.rows import CallState, Known, Task, TaskId, TaskState
 from coatcheck.store.views import Backlog, Late, Line, ServiceCount, Summary
@@ -22,14 +23,26 @@ def find_tasks(tables: Tables, ids: Sequence[TaskId], waits: bool) -> list[Task 
     return [rows[task_id].task if task_id in rows else None for task_id in ids]
 
 
-def list_tasks(tables: Tables, *, service: str | None, states: Collection[TaskState], limit: int) -> list[Task]:
-    check_text(service)
-    found = (row.task for row in tables.newest_first() if service in (None, row.task.service))
+def list_tasks(
+    tables: Tables,
+    *,
+    service: str | None,
+    states: Collection[TaskState],
+    limit: int,
+    handler: str | None = None,
+    after: UUID | None = None,
+) -> list[Task]:
+    check_text(service, handler)
+    newest = [row.task for row in tables.newest_first()]
+    if after is not None:
+        newest = newest[[task.task_id for task in newest].index(TaskId(after)) + 1 :] if after in tables.tasks else []
+    wanted = (task for task in newest if service in (None, task.service))
+    found = (task for task in wanted if handler in (None, task.handler))
     return [task for task in found if (task.state in states if states else task.epoch > 0)][:limit]
 
 
-def summarise_tasks(tables: Tables, *, service: str | None, states: Collection[TaskState], limit: int) -> list[Summary]:
-    return [_summary(tables, task) for task in list_tasks(tables, service=service, states=states, limit=limit)]
+def summarise_tasks(tables: Tables, /, **wanted: Any) -> list[Summary]:
+    return [_summary(tables, task) for task in list_tasks(tables, **wanted)]
 
 
 def find_ids(tables: Tables, *, prefix: str, limit: int) -> list[TaskId]:
@@ -96,6 +109,12 @@ def task_lines(tables: Tables, task_id: UUID) -> list[Line]:
     return sorted(lines, key=lambda line: (line.seq is None, line.seq or 0, line.opened_at))
 
 
+def read_stored(tables: Tables, task_id: TaskId) -> list[Stored]:
+    found = [_stored_entry(entry) for entry in tables.entries_of.get(task_id, ())]
+    found += [_stored_call(call) for call in tables.calls_of.get(task_id, ())]
+    return sorted(found, key=in_order)
+
+
 class _Lateness(NamedTuple):
     task_id: TaskId
     due_at: datetime | None
@@ -139,6 +158,44 @@ def _summary(tables: Tables, task: Task) -> Summary:
         updated_at=task.updated_at,
         finished_at=task.finished_at,
         seen_at=tables.now,
+    )
+
+
+def _stored_entry(row: EntryRow) -> Stored:
+    return Stored(
+        key=row.new.key,
+        kind=row.new.kind,
+        state=row.state,
+        seq=row.seq,
+        digest=row.new.digest,
+        value=row.new.value,
+        body=None,
+        call_id=None,
+        checkpoint=row.checkpoint,
+        epoch=row.epoch,
+        replica=row.replica,
+        opened_at=row.recorded_at,
+        closed_at=row.recorded_at,
+        is_forgotten=row.is_forgotten,
+    )
+
+
+def _stored_call(row: CallRow) -> Stored:
+    return Stored(
+        key=row.new.key,
+        kind=row.new.kind,
+        state=row.state,
+        seq=row.seq,
+        digest=row.new.digest,
+        value=row.value,
+        body=row.new.body,
+        call_id=row.new.call_id,
+        checkpoint=row.checkpoint,
+        epoch=row.epoch,
+        replica=row.replica,
+        opened_at=row.opened_at,
+        closed_at=row.closed_at,
+        is_forgotten=row.is_forgotten,
     )
 
 

@@ -75,3 +75,4 @@ class PostgresOperations:
     find_unsent = operation(queries.find_unsent)
     read_clock = operation(queries.read_clock)
     task_lines = operation(queries.task_lines)
+    read_stored = operation(queries.read_stored)

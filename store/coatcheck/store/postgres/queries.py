@@ -9,6 +9,7 @@ from uuid import UUID
 
 from sqlalchemy import text
 
+from coatcheck.store.checkpoints import Stored, in_order
 from coatcheck.store.documents import from_json
 from coatcheck.store.kinds import Kind
 from coatcheck.store.postgres.connection import Connection, Row
@@ -41,6 +42,16 @@ LINES = text("""
            checkpoint, epoch, replica
       FROM coatcheck.call WHERE task_id = CAST(:id AS uuid)) AS line
      ORDER BY seq NULLS LAST, opened_at
+""")
+STORED = text("""
+    SELECT key, kind, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS state, seq, digest, value, NULL::bytea AS body,
+           NULL::uuid AS call_id, checkpoint, epoch, replica, recorded_at AS opened_at, recorded_at AS closed_at,
+           is_forgotten
+      FROM coatcheck.journal WHERE task_id = CAST(:id AS uuid)
+     UNION ALL
+    SELECT key, kind, state, seq, digest, value, body, id, checkpoint, epoch, replica, opened_at, closed_at,
+           is_forgotten
+      FROM coatcheck.call WHERE task_id = CAST(:id AS uuid)
 """)
 
 # The tasks are picked first, so that calls are counted for those few only; payloads stay in the table.
@@ -106,21 +117,33 @@ async def find_tasks(connection: Connection, ids: Sequence[TaskId], waits: bool)
 
 
 async def list_tasks(
-    connection: Connection, *, service: str | None, states: Collection[TaskState], limit: int
+    connection: Connection,
+    *,
+    service: str | None,
+    states: Collection[TaskState],
+    limit: int,
+    handler: str | None = None,
+    after: UUID | None = None,
 ) -> list[Task]:
     """The newest tasks first."""
     await connection.begin_survey()
-    where, values = _filter(service, states)
+    where, values = _filter(service, states, handler=handler, after=after)
     statement = text(LIST.format(where=where))
     return [task_of(row) for row in await rows(connection, statement, limit=limit, **values)]
 
 
 async def summarise_tasks(
-    connection: Connection, *, service: str | None, states: Collection[TaskState], limit: int
+    connection: Connection,
+    *,
+    service: str | None,
+    states: Collection[TaskState],
+    limit: int,
+    handler: str | None = None,
+    after: UUID | None = None,
 ) -> list[Summary]:
     """The newest tasks first, without their payloads."""
     await connection.begin_survey()
-    where, values = _filter(service, states)
+    where, values = _filter(service, states, handler=handler, after=after)
     statement = text(SUMMARIES.format(where=where))
     return [_summary_of(row) for row in await rows(connection, statement, limit=limit, **values)]
 
@@ -170,14 +193,28 @@ async def task_lines(connection: Connection, task_id: UUID) -> Sequence[Line]:
     return [_line_of(row) for row in await rows(connection, LINES, id=task_id)]
 
 
-def _filter(service: str | None, states: Collection[TaskState]) -> tuple[str, dict[str, Any]]:
-    """Without states: all that ever was a task. A tombstone is a cancel that no request has met yet, or whose request
-    never became a task; it shows among the cancelled ones, for those who ask for them.
+async def read_stored(connection: Connection, task_id: TaskId) -> list[Stored]:
+    """A task's journal and calls with their bytes, by checkpoint. Nothing of them is read, so nothing can be wrong."""
+    return sorted((_stored_of(row) for row in await rows(connection, STORED, id=task_id)), key=in_order)
+
+
+def _filter(
+    service: str | None, states: Collection[TaskState], *, handler: str | None = None, after: UUID | None = None
+) -> tuple[str, dict[str, Any]]:
+    """`after`: those older than this task. Without states: all that ever was a task. A tombstone is a cancel that no
+    request has met yet, or whose request never became a task; it shows among the cancelled ones, for those who ask for
+    them.
     """
     conditions, values = [] if states else ["epoch > 0"], dict[str, Any]()
     if service is not None:
         conditions.append("service = :service")
         values["service"] = service
+    if handler is not None:
+        conditions.append("handler = :handler")
+        values["handler"] = handler
+    if after is not None:
+        conditions.append("(created_at, id) < (SELECT created_at, id FROM coatcheck.task WHERE id = :after)")
+        values["after"] = after
     if states:
         conditions.append("state = ANY(CAST(:states AS text[]))")
         values["states"] = [str(state) for state in states]
@@ -201,6 +238,25 @@ def _summary_of(row: Row) -> Summary:
         updated_at=row.updated_at,
         finished_at=row.finished_at,
         seen_at=row.seen_at,
+    )
+
+
+def _stored_of(row: Row) -> Stored:
+    return Stored(
+        row.key,
+        Kind(row.kind),
+        CallState(row.state),
+        row.seq,
+        row.digest,
+        row.value,
+        row.body,
+        row.call_id,
+        row.checkpoint,
+        row.epoch,
+        row.replica,
+        row.opened_at,
+        row.closed_at,
+        row.is_forgotten,
     )
 
 
