@@ -70,7 +70,7 @@ class DirectReplies:
         return fate
 
     def _on_done(self, fate: Future[Routing], publishing: asyncio.Task[Routing]) -> None:
-        """Hand the outcome to the caller. `stop` ends the task; the caller was not cancelled, its message has failed."""
+        """Hand the outcome to the caller. If `stop` ended the task, the message has failed: its caller goes on."""
         self._publishing.discard(publishing)
         if publishing.cancelled():
             fail(fate, BrokerUnavailable("publish: the broker was stopped; the message may or may not have arrived"))
