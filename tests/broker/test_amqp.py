@@ -158,6 +158,22 @@ async def test_crash_over_one_reply_to_does_not_lose_the_replies_beside_it(
         assert (await replies.get()).body == b"good"
 
 
+async def test_reply_under_way_when_the_broker_is_stopped_fails_and_is_not_cancelled(
+    amqp: Rig, service_name: str
+) -> None:
+    broker = await started(amqp, service_name)
+    assert await send(broker, MADE_UP, b"x") == [Routing.NO_ROUTE]  # from now on each is tried on its own connection
+    assert amqp.proxy is not None
+
+    amqp.proxy.blackhole()
+    (fate,) = broker.publish_soon([Outgoing(f"{CRASHING}.y", Message(b"x"))])
+    await asyncio.sleep(0)
+    await broker.stop()
+
+    with pytest.raises(BrokerUnavailable, match="may or may not have arrived"):
+        await fate
+
+
 async def test_reply_to_a_requester_that_has_gone_is_harmless(amqp: Rig, service_name: str, broker_url: str) -> None:
     broker, inbox = await started(amqp, service_name), Inbox()
     await inbox.consume(broker, service_name)

@@ -605,6 +605,23 @@ async def test_publish_in_doubt_says_so_and_is_not_sent_again(pg: Rig, service_n
         assert await other.depth(service_name) == 3
 
 
+async def test_messages_that_failed_in_an_outage_are_let_go_before_it_ends(pg: Rig, service_name: str) -> None:
+    broker = await pg.connect(publish_timeout=0.5)
+    await broker.declare_service(service_name)
+
+    pg.go_dark()
+    await until(lambda: not broker.is_connected)
+    fates = broker.publish_soon([Outgoing(service_name, Message(b"x"))] * 50)
+    await asyncio.wait(fates)
+
+    assert all(isinstance(fate.exception(), BrokerUnavailable) for fate in fates)
+    assert not broker._publisher._pending  # type: ignore[attr-defined]
+    pg.come_back()
+    await until(lambda: broker.is_connected)
+    assert await send(broker, service_name, b"y") == [Routing.ROUTED]
+    assert await broker.depth(service_name) == 1
+
+
 async def test_cancelled_publisher_leaves_the_others_alone(pg: Rig, service_name: str) -> None:
     broker = await pg.connect()
     await broker.declare_service(service_name)

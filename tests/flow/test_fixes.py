@@ -315,7 +315,7 @@ def lose_messages_to(worker: Worker, queue: str, monkeypatch: pytest.MonkeyPatch
         return future
 
     monkeypatch.setattr(broker, "publish_soon", lossy)
-    monkeypatch.setattr("coatcheck.worker.outbox.Marks.add", lambda *_: None)
+    monkeypatch.setattr("coatcheck.worker.resending.Marks.add", lambda *_: None)
 
 
 # --- consumers that are paused while they start ---

@@ -21,7 +21,7 @@ BRISK: dict[str, Any] = {"concurrency": 40}
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of seconds, where the real ones grow to minutes."""
-    monkeypatch.setattr("coatcheck.worker.destinations.LONGEST_PAUSE_S", 1.0)
+    monkeypatch.setattr("coatcheck.worker.outbox.LONGEST_REFUSAL_S", 1.0)
 
 
 class Full:

@@ -19,7 +19,7 @@ from coatcheck.broker.port import Outgoing, Routing
 from coatcheck.errors import BrokerUnavailable
 from coatcheck.store import TaskState
 from coatcheck.worker import App, Context
-from coatcheck.worker.outbox import Hints
+from coatcheck.worker.resending import Hints
 
 SHORT_RUNS = {"long_run_limit": 0.2, "lease": 1.5}
 
@@ -504,7 +504,7 @@ async def test_calls_never_sent_are_sent_by_the_sweeper(rig: Rig, monkeypatch: p
         return future
 
     monkeypatch.setattr(worker._broker, "publish_soon", lose_calls)
-    monkeypatch.setattr("coatcheck.worker.outbox.Marks.add", lambda *_: None)
+    monkeypatch.setattr("coatcheck.worker.resending.Marks.add", lambda *_: None)
 
     asked_for = await requester.send(app.service, "owls")
     await rig.task(TaskState.PARKED)
@@ -573,7 +573,7 @@ async def _counts(sql: asyncpg.Connection, *, tasks: int, calls: int, entries: i
 
 
 async def test_worker_without_a_sweeper_says_so_and_stays_ready(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coatcheck.worker.sweeper_watch.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("coatcheck.worker.worker.LOOK_EVERY_S", 0.05)
     worker = await rig.replica(App(rig.names.new()))
 
     await until(lambda: not worker.notes()["sweeper"], what="it misses the sweeper")

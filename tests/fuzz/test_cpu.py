@@ -29,7 +29,7 @@ from coatcheck.cli.output import Terminal, read_blob, read_message, read_problem
 from coatcheck.errors import CallFailed, CoatcheckError
 from coatcheck.store import blobs
 from coatcheck.store.memory.tables import as_json
-from coatcheck.worker import tracing
+from coatcheck.worker import ids
 from coatcheck.worker.binding import Binding
 from coatcheck.worker.logs import _protect, _renderer
 from coatcheck.worker.messages import to_body
@@ -264,8 +264,8 @@ READERS: Mapping[str, Callable[[bytes], object]] = {
     "properties": _each(wire.parse_request, wire.parse_reply, wire.parse_control, made=_in_property),
     "headers": _each(wire.parse_request, wire.parse_reply, wire.parse_control, wire.find_token, made=_in_headers),
     "a content type": lambda raw: find_format.__wrapped__(_text(raw)),
-    "a trace": lambda raw: tracing.parse.__wrapped__(_text(raw)),
-    "a trace that goes on": lambda raw: tracing.child(_text(raw)),
+    "a trace": lambda raw: ids.parse_traceparent.__wrapped__(_text(raw)),
+    "a trace that goes on": lambda raw: ids.child_traceparent(_text(raw)),
     "a reply address": lambda raw: takes_replies(_text(raw)),
     "properties of AMQP": _amqp_header,
     "properties in Postgres": lambda raw: decode_message(

@@ -23,7 +23,7 @@ from coatcheck.broker.bodies import DEFAULT_LIMITS
 from coatcheck.cli.dead import read_letters, redrive_letters
 from coatcheck.store import TaskState
 from coatcheck.worker import App, Caller, Client, Context, TaskFailed, TransientError, Unauthorized
-from coatcheck.worker.callers import find_caller
+from coatcheck.worker.app import find_caller
 
 TOKEN = "t0ken-of-alice-41c7"
 BEARER = {"authorization": f"Bearer {TOKEN}"}

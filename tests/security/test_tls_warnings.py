@@ -12,7 +12,7 @@ from tests.flow.outages import listen
 from coatcheck.errors import InvalidSettings
 from coatcheck.tls import is_local
 from coatcheck.worker import App, Checkpointing, Settings
-from coatcheck.worker.tls_warnings import find_exposures
+from coatcheck.worker.servers import find_exposures
 
 LOCAL_BROKER, LOCAL_STORE = "amqp://localhost/", "postgresql://localhost/db"
 

@@ -42,8 +42,9 @@ from coatcheck.worker import arrivals, executor, requests, sweeper
 from coatcheck.worker.engine.run_port import Superseded
 from coatcheck.worker.executor import Executor, TaskEnd
 from coatcheck.worker.messages import call_message
-from coatcheck.worker.outbox import Marks, Outbox
+from coatcheck.worker.outbox import Outbox
 from coatcheck.worker.phases import Phase
+from coatcheck.worker.resending import Marks
 from coatcheck.worker.task_run import TaskRun
 
 Patch = tuple[Any, str, Any]

@@ -9,7 +9,6 @@ import pytest
 from coatcheck.broker import Message, Outgoing, Routing, connect
 from coatcheck.broker.memory import MemoryBroker
 from coatcheck.errors import BrokerUnavailable, OversizedMessage
-from coatcheck.worker import destinations
 from coatcheck.worker import outbox as outbox_module
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Outbox
@@ -192,7 +191,7 @@ async def test_a_queue_that_refuses_is_left_alone_for_a_while_and_the_others_are
 async def test_one_message_tries_a_queue_and_the_rest_follows_once_it_is_taken(
     broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(destinations, "SHORTEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(outbox_module, "SHORTEST_REFUSAL_S", 0.0)
     outbox = outbox_of(broker)
     await refuse(outbox)
 
@@ -209,7 +208,7 @@ async def test_one_message_tries_a_queue_and_the_rest_follows_once_it_is_taken(
 async def test_pauses_grow_up_to_a_limit_and_only_one_message_is_on_its_way(monkeypatch: pytest.MonkeyPatch):
     now_s = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
-    known = destinations.Destinations(Metrics())
+    known = outbox_module.Destinations(Metrics())
     known.note("full", Routing.REFUSED, "full")
 
     pauses = []
@@ -224,13 +223,13 @@ async def test_pauses_grow_up_to_a_limit_and_only_one_message_is_on_its_way(monk
 
     assert pauses[0] < 0.3
     assert pauses[5] > pauses[2] > pauses[0]
-    assert destinations.LONGEST_PAUSE_S / 2 <= pauses[-1] <= destinations.LONGEST_PAUSE_S + 0.1
+    assert outbox_module.LONGEST_REFUSAL_S / 2 <= pauses[-1] <= outbox_module.LONGEST_REFUSAL_S + 0.1
 
 
 async def test_a_try_that_ends_with_an_outage_leaves_the_queue_to_be_tried_again(
     broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(destinations, "SHORTEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(outbox_module, "SHORTEST_REFUSAL_S", 0.0)
     outbox = outbox_of(broker)
     await refuse(outbox)
     await broker.stop()
@@ -261,7 +260,7 @@ async def test_queues_that_refuse_are_counted_by_peer_and_reply_queues_together(
 
 
 async def test_what_nobody_sends_to_any_more_is_forgotten(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(destinations, "FORGOTTEN_AFTER_S", -1.0)
+    monkeypatch.setattr(outbox_module, "FORGOTTEN_AFTER_S", -1.0)
     metrics = Metrics()
     outbox = Outbox(broker, metrics=metrics)
     await refuse(outbox)
@@ -298,7 +297,7 @@ async def test_only_so_many_wait_for_a_queue_that_no_row_remembers(broker: Memor
 
 
 def test_queue_that_takes_one_and_is_full_again_is_not_said_to_take() -> None:
-    known = destinations.Destinations(Metrics())
+    known = outbox_module.Destinations(Metrics())
 
     known.note("full", Routing.REFUSED, "full")
     known.note("full", Routing.ROUTED, "full")

@@ -12,7 +12,7 @@ from coatcheck.broker import connect
 from coatcheck.errors import BrokerUnavailable
 from coatcheck.worker.health import _report
 from coatcheck.worker.metrics import Metrics
-from coatcheck.worker.sweeper_watch import MOST_MISSES, SweeperWatch
+from coatcheck.worker.worker import MOST_MISSES, SweeperWatch
 
 QUEUE = "cctest-sweepers"
 

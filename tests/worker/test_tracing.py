@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.worker import tracing
+from coatcheck.worker import ids
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -25,7 +25,7 @@ PARENT = f"00-{TRACE}-{SPAN}-01"
     ],
 )
 def test_valid_traceparent_is_read(header, flags):
-    assert tracing.parse(header) == tracing.TraceParent(TRACE, SPAN, flags)
+    assert ids.parse_traceparent(header) == ids.TraceParent(TRACE, SPAN, flags)
 
 
 @pytest.mark.parametrize(
@@ -46,22 +46,22 @@ def test_valid_traceparent_is_read(header, flags):
     ],
 )
 def test_invalid_traceparent_is_none_and_starts_a_new_trace(header):
-    assert tracing.parse(header) is None
-    assert tracing.trace_id_of(header) is None
-    started = tracing.parse(tracing.child(header))
+    assert ids.parse_traceparent(header) is None
+    assert ids.trace_id_of(header) is None
+    started = ids.parse_traceparent(ids.child_traceparent(header))
     assert started is not None
     assert started.trace_id != TRACE
 
 
 @given(st.text())
 def test_any_text_parses_or_is_none(text):
-    found = tracing.parse(text)
+    found = ids.parse_traceparent(text)
 
     assert found is None or str(found).split("-")[1] in text
 
 
 def test_child_keeps_trace_and_flags_and_changes_span():
-    first, second = (tracing.parse(tracing.child(f"00-{TRACE}-{SPAN}-00")) for _ in range(2))
+    first, second = (ids.parse_traceparent(ids.child_traceparent(f"00-{TRACE}-{SPAN}-00")) for _ in range(2))
 
     assert first is not None
     assert second is not None
@@ -72,15 +72,15 @@ def test_child_keeps_trace_and_flags_and_changes_span():
 def test_child_of_a_call_is_the_same_each_time_and_does_not_reveal_the_call_id():
     call_id = uuid4()
 
-    header = tracing.child(PARENT, call_id=call_id)
+    header = ids.child_traceparent(PARENT, call_id=call_id)
 
-    assert header == tracing.child(PARENT, call_id=call_id)
-    assert header != tracing.child(PARENT, call_id=uuid4())
+    assert header == ids.child_traceparent(PARENT, call_id=call_id)
+    assert header != ids.child_traceparent(PARENT, call_id=uuid4())
     assert header.split("-")[2] not in call_id.hex
 
 
 def test_new_trace_is_named_after_its_task():
     task_id = uuid4()
 
-    assert tracing.trace_id_of(tracing.child(None, task_id=task_id)) == task_id.hex
-    assert tracing.parse(tracing.child(None, task_id=UUID(int=0))) is not None
+    assert ids.trace_id_of(ids.child_traceparent(None, task_id=task_id)) == task_id.hex
+    assert ids.parse_traceparent(ids.child_traceparent(None, task_id=UUID(int=0))) is not None

@@ -23,9 +23,8 @@ from coatcheck.store.front import Store
 from coatcheck.store.rows import TaskId, TaskState
 from coatcheck.store.versions import newest_version
 from coatcheck.store.views import Backlog, Late, ServiceCount, Summary
-from coatcheck.worker.servers import no_server, settle
+from coatcheck.worker.servers import SILENCE, find_exposures, no_server, settle
 from coatcheck.worker.settings import Checkpointing, Settings, is_embedded, redacted
-from coatcheck.worker.tls_warnings import SILENCE, find_exposures
 
 MOST_LISTED = 10
 BUSY_SWEEPER_DEPTH = 1_000

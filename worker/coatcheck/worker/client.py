@@ -26,11 +26,10 @@ from coatcheck.store.checkpoints import CheckpointInfo, checkpoints_of
 from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.rows import Task, TaskId, TaskState
 from coatcheck.store.views import Line
-from coatcheck.worker import tracing
+from coatcheck.worker.ids import child_traceparent
 from coatcheck.worker.messages import task_id_of, to_body
-from coatcheck.worker.servers import no_server, settle
+from coatcheck.worker.servers import no_server, settle, warn_of_exposures
 from coatcheck.worker.settings import Settings, is_embedded
-from coatcheck.worker.tls_warnings import warn_of_exposures
 
 log = get_logger(__name__)
 
@@ -149,7 +148,7 @@ class Client:
             reply_to=reply_to,
             handler=task,
             identity=identity,
-            traceparent=tracing.child(None),
+            traceparent=child_traceparent(None),
             keep=keep,
             token=token,
         )

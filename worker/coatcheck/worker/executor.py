@@ -34,7 +34,7 @@ from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
 from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
-from coatcheck.worker import events, tracing
+from coatcheck.worker import events
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
 from coatcheck.worker.checkpoint_limits import check_history
@@ -53,6 +53,7 @@ from coatcheck.worker.engine.run_port import (
     Superseded,
     Unfinished,
 )
+from coatcheck.worker.ids import trace_id_of
 from coatcheck.worker.leases import renew_one
 from coatcheck.worker.messages import answers, to_body
 from coatcheck.worker.outbox import pause_s
@@ -126,7 +127,7 @@ class Executor:
                         task_id=str(live.task_id),
                         handler=live.handler_name or "",
                         attempt=live.attempt,
-                        trace_id=tracing.trace_id_of(live.traceparent),
+                        trace_id=trace_id_of(live.traceparent),
                     )
                 is_ours = await self._execute(live, is_last=is_last)
             finally:

@@ -5,6 +5,7 @@ that change nothing.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -17,10 +18,8 @@ from coatcheck.broker.wire import Request, make_cancel, make_error, make_request
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, pack, unpack
 from coatcheck.store.rows import Address, Birth, Caller, CallId, NewCall, Peer, Task, TaskId, TaskState
-from coatcheck.worker import tracing
-from coatcheck.worker.callers import digest_with
 from coatcheck.worker.engine.keys import base_of
-from coatcheck.worker.ids import derived_id, new_id
+from coatcheck.worker.ids import child_traceparent, derived_id, new_id
 from coatcheck.worker.problems import problem
 
 log = get_logger(__name__)
@@ -81,6 +80,16 @@ def birth_of(
     )
 
 
+def digest_with(digest: bytes, caller: Caller | None) -> bytes:
+    """Tell the same body of two callers apart: what one asked for is not answered to the other.
+
+    By subject alone, for claims such as a token's expiry differ from one request to the next.
+    """
+    if caller is None:
+        return digest
+    return hashlib.sha256(digest + b"\0caller\0" + caller.subject.encode("utf-8", "surrogatepass")).digest()
+
+
 def deadline_of(request: Request) -> datetime | None:
     """Until when its requester waits. One that no clock will reach is none: Postgres keeps years Python cannot read."""
     return None if request.deadline is None or request.deadline.year >= _NEVER else request.deadline
@@ -99,7 +108,7 @@ def call_message(call: Peer, *, reply_to: str | None = None) -> Outgoing:
         key=f"{task}:{base_of(call.key)}",  # the row has both, so it need not keep them once more
         task=task,
         deadline=call.hard_due_at,
-        traceparent=tracing.child(call.traceparent, call_id=call.call_id, task_id=call.task_id),
+        traceparent=child_traceparent(call.traceparent, call_id=call.call_id, task_id=call.task_id),
         tracestate=call.headers.get("tracestate"),
     )
     return Outgoing(call.peer, message)

@@ -9,42 +9,54 @@
 | cancel, progress, hint, broadcast | is dropped | is dropped |
 
 What stays unsent in a row is the sweeper's to send. So is a call or send whose body was damaged in its row: it leaves
-once the row is restored. A queue that refuses is left alone for a while (`destinations.py`), so that it holds up
-nothing but its own messages.
+once the row is restored.
+
+A queue that refuses what it is sent is left alone for a while, then tried with one message at a time:
+
+    taking ──refused──► refusing, for a pause ──over──► one message is tried ──taken──► taking
+                           ▲                                     │
+                           └──────── refused: a longer pause ────┘
+
+A full queue is a property of that queue. While it refuses, what goes there is refused here, at once: it costs no
+message on the wire, and holds nothing else up. Known to this process alone, and forgotten with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Collection, Iterable, Sequence
-from datetime import timedelta
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from coatcheck.broker.headers import DETAIL, QUEUE, REASON
 from coatcheck.broker.port import Broker, Message, Outgoing, Routing, settled
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import make_error
-from coatcheck.errors import BrokerUnavailable, CoatcheckError, InvalidSettings, StoreUnavailable
+from coatcheck.errors import BrokerUnavailable, CoatcheckError, InvalidSettings
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob
-from coatcheck.store.front import Store
-from coatcheck.store.rows import CallId, Peer
-from coatcheck.worker.destinations import REPLIES, Destinations
+from coatcheck.store.rows import Peer
 from coatcheck.worker.messages import call_message, cancel_message
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.problems import problem
 
 log = get_logger(__name__)
 
-MARK_AFTER_S = 1.0
-RESEND_AFTER = timedelta(seconds=2)
-"""When the sweeper first tries what was refused here; the row's pauses grow from there."""
-HINT_PAUSE_S = 0.05
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 MOST_TRIES = 6
 """How often an answer that no row remembers is tried, with pauses that double: a quarter of a minute in all."""
+SHORTEST_REFUSAL_S = 0.2
+LONGEST_REFUSAL_S = 30.0
+FORGOTTEN_AFTER_S = 600.0
+"""A queue that nothing was sent to for so long is not known to refuse any more."""
+MOST_KNOWN = 10_000
+MOST_LABELS = 100
+REPLIES = "replies"
+"""The label of all reply queues together: each requester may bring one along."""
 
 
 class Outbox:
@@ -273,82 +285,99 @@ def _no_route(call: Peer, reply_to: str | None) -> Outgoing:
     return Outgoing(reply_to or Names(call.service).replies, make_error(document, str(call.call_id)))
 
 
-class Marks:
-    """Notes lazily which calls are known to be sent: only those still open after a second cost a write.
-
-    And which are known not to be: the sweeper sends those soon. If that note is lost, it does so after a minute.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._sent: dict[CallId, float] = {}
-        self._refused: set[CallId] = set()
-
-    def add(self, calls: Iterable[Peer], *, refused: Collection[Peer] = ()) -> None:
-        now = time.monotonic()
-        unsent = {call.call_id for call in refused}
-        self._refused |= unsent
-        self._sent.update(
-            (call.call_id, now) for call in calls if call.kind.is_published and call.call_id not in unsent
-        )
-
-    def forget(self, call_id: CallId) -> None:
-        """Its reply was claimed here: whether it was sent does not matter any more."""
-        self._sent.pop(call_id, None)
-        self._refused.discard(call_id)
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(MARK_AFTER_S)
-            await self.flush(older_than_s=MARK_AFTER_S)
-
-    async def flush(self, *, older_than_s: float = 0.0) -> None:
-        ripe_before = time.monotonic() - older_than_s
-        ripe = [call_id for call_id, sent in self._sent.items() if sent <= ripe_before]
-        refused, self._refused = self._refused, set()
-        if not ripe and not refused:
-            return
-        reach("before_mark")
-        try:
-            if ripe:
-                await self._store.mark_sent(ripe)
-            if refused:
-                await self._store.resend_calls(sorted(refused), after=RESEND_AFTER)
-        except StoreUnavailable as error:
-            # Unmarked calls are sent again by the sweeper; sending twice is harmless.
-            log.warning("marks_not_written", error=str(error), call_count=len(ripe))
-            return
-        reach("after_mark")
-        for call_id in ripe:
-            self._sent.pop(call_id, None)
+# --- queues that refuse ---
 
 
-class Hints:
-    """Tells the sweeper of due times nearer than its next look; many in a moment become one."""
+@dataclass(slots=True)
+class _Refusing:
+    label: str
+    since_s: float
+    refused_s: float
+    pause_s: float
+    next_s: float
+    is_tried: bool = False
 
-    def __init__(self, outbox: Outbox, queue: str, *, sweep_interval: timedelta) -> None:
-        self._outbox = outbox
-        self._queue = queue
-        self._horizon = sweep_interval
-        self._nearest: timedelta | None = None
-        self._sender: asyncio.Task[None] | None = None
 
-    def give(self, delays: Iterable[timedelta | None]) -> None:
-        nearest = min((delay for delay in delays if delay is not None and delay < self._horizon), default=None)
-        if nearest is None:
-            return
-        self._nearest = nearest if self._nearest is None else min(self._nearest, nearest)
-        if self._sender is None:
-            self._sender = asyncio.create_task(self._send(), name="hints")
+class Destinations:
+    """The queues that refuse at the moment. False as a truth value: none does."""
 
-    async def _send(self) -> None:
-        try:
-            while self._nearest is not None:  # again, for what was given while the last one was on its way
-                await asyncio.sleep(HINT_PAUSE_S)
-                nearest, self._nearest = self._nearest, None
-                body = str(nearest.total_seconds()).encode()
-                await self._outbox.publish([Outgoing(self._queue, Message(body=body))])
-        except BrokerUnavailable as error:
-            log.debug("hint_not_sent", error=str(error))  # the sweeper looks by itself before long
-        finally:
-            self._sender = None
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._refusing: OrderedDict[str, _Refusing] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._took_again: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._refusing)
+
+    def is_refusing(self, to: str) -> bool:
+        return to in self._refusing
+
+    def may_try(self, to: str) -> bool:
+        """Whether a queue that refuses may be sent one message now. The caller says when that has ended."""
+        entry = self._refusing[to]
+        if entry.is_tried or time.monotonic() < entry.next_s:
+            return False
+        entry.is_tried = True
+        return True
+
+    def end_try(self, to: str) -> None:
+        """The one message has a fate, or the broker was away."""
+        if to in self._refusing:
+            self._refusing[to].is_tried = False
+
+    def note(self, to: str, routing: Routing, label: str) -> None:
+        """What became of a message that was sent there."""
+        entry = self._refusing.get(to)
+        if routing is Routing.REFUSED:
+            self.count_refused(label)
+            self._refuse(to, entry, label)
+        elif entry is not None:
+            self._forget(to)
+            if len(self._took_again) < MOST_KNOWN:
+                self._took_again.add(to)
+            log.info("destination_took_again", queue=to[:64], refused_s=round(time.monotonic() - entry.since_s, 1))
+
+    def take_open(self) -> set[str]:
+        """The queues that have begun to take messages again since this was last asked."""
+        opened, self._took_again = self._took_again, set()
+        return {to for to in opened if to not in self._refusing}  # it may be full again by now
+
+    def count_refused(self, label: str, count: int = 1) -> None:
+        self._metrics.refused.labels(self._known(label)).inc(count)
+
+    def forget_old(self) -> None:
+        """Forget queues that nothing is sent to any more."""
+        long_ago_s = time.monotonic() - FORGOTTEN_AFTER_S
+        while self._refusing and next(iter(self._refusing.values())).refused_s < long_ago_s:
+            self._forget(next(iter(self._refusing)))
+
+    def _refuse(self, to: str, entry: _Refusing | None, label: str) -> None:
+        now_s = time.monotonic()
+        if entry is None:
+            entry = self._refusing[to] = _Refusing(self._known(label), now_s, now_s, SHORTEST_REFUSAL_S, now_s)
+            self._count(entry.label, 1)
+            log.warning("destination_refused", queue=to[:64])
+        elif entry.is_tried:
+            entry.pause_s = min(entry.pause_s * 2, LONGEST_REFUSAL_S)
+        else:
+            return  # it was under way when the first one was refused
+        entry.is_tried, entry.refused_s = False, now_s
+        entry.next_s = now_s + entry.pause_s * random.uniform(0.5, 1.0)
+        self._refusing.move_to_end(to)
+        if len(self._refusing) > MOST_KNOWN:
+            self._forget(next(iter(self._refusing)))
+
+    def _forget(self, to: str) -> None:
+        self._count(self._refusing.pop(to).label, -1)
+
+    def _count(self, label: str, by: int) -> None:
+        self._counts[label] += by
+        self._metrics.refusing.labels(label).set(self._counts[label])
+
+    def _known(self, label: str) -> str:
+        """Labels are peers, and those are few; where names are made up at run time they stay few."""
+        if label not in self._counts and len(self._counts) >= MOST_LABELS:
+            return "others"
+        self._counts[label] += 0
+        return label

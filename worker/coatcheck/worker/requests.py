@@ -22,15 +22,14 @@ from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.decide import REQUEST_TRIGGER
 from coatcheck.store.rows import MOST_ADDRESSES, Address, Birth, Caller, Request, Ruling, Task, TaskId, Verdict, Wake
-from coatcheck.worker import tracing
-from coatcheck.worker.app import Handler
-from coatcheck.worker.callers import digest_with, find_caller
+from coatcheck.worker.app import Handler, find_caller
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.engine.work import CLOCKS_DIFFER
 from coatcheck.worker.events import RequestAnsweredAgain, RequestCancelled, RequestJoined, RequestKnown, RunTakenOver
 from coatcheck.worker.executor import Executor
+from coatcheck.worker.ids import trace_id_of
 from coatcheck.worker.leases import renew_one
-from coatcheck.worker.messages import address_of, birth_of, deadline_of, errors, task_id_of
+from coatcheck.worker.messages import address_of, birth_of, deadline_of, digest_with, errors, task_id_of
 from coatcheck.worker.problems import cancelled_problem, problem, problem_of
 from coatcheck.worker.resending import answer_one, send_unsent
 from coatcheck.worker.runtime import Runtime
@@ -81,7 +80,7 @@ class Requests:
             task_id=str(task_id),
             correlation_id=request.correlation_id,
             handler=handler_name or "",
-            trace_id=tracing.trace_id_of(request.traceparent),
+            trace_id=trace_id_of(request.traceparent),
         )
         try:
             caller = await self._find_caller(delivery, left_by)

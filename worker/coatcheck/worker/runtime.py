@@ -14,8 +14,9 @@ from coatcheck.store.rows import TaskId
 from coatcheck.worker.app import App
 from coatcheck.worker.events import Events
 from coatcheck.worker.metrics import Metrics
-from coatcheck.worker.outbox import Hints, Marks, Outbox
+from coatcheck.worker.outbox import Outbox
 from coatcheck.worker.ram_waits import RamCalls
+from coatcheck.worker.resending import Hints, Marks
 from coatcheck.worker.settings import Checkpointing, Settings
 from coatcheck.worker.store_outage import StoreGate
 

@@ -3,22 +3,31 @@
 `embedded://` is a Postgres that runs under `.coatcheck/` for as long as a process of ours needs it, and `pg://` is a
 broker inside the store's own database. A process that is about to connect settles its settings first, and meets
 only real addresses from then on.
+
+An address may lead over a network where a third party could read or change what is sent. Such connections are found by
+their addresses and said once, at the start.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from coatcheck.broker.connecting import find_risk as find_broker_risk
 from coatcheck.errors import NobodyThere
+from coatcheck.log import get_logger
 from coatcheck.store.front import Store
 from coatcheck.store.migrate import migrate
+from coatcheck.store.postgres.database import find_risk as find_store_risk
 from coatcheck.store.versions import newest_version
 from coatcheck.worker.settings import QUEUES_IN_STORE, Checkpointing, Settings, is_embedded
 
+log = get_logger(__name__)
+
 HOME = ".coatcheck"
+SILENCE = "COATCHECK_ALLOW_PLAINTEXT=true if the network encrypts by itself"
 
 
 async def settle(settings: Settings, *, makes: bool = False) -> Settings:
@@ -77,3 +86,29 @@ async def _bring_up_to_date(url: str) -> None:
 
 def _as_broker(store: str) -> str:
     return f"pg{store[store.index('://') :]}"
+
+
+# --- connections without TLS ---
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """A connection to a server elsewhere that TLS does not protect. `risk` says how, and the remedy."""
+
+    setting: str
+    risk: str
+
+
+def find_exposures(settings: Settings) -> list[Exposure]:
+    """Look at both addresses; those on this machine are fine. Raises InvalidSettings for one that cannot be read."""
+    if settings.allow_plaintext:
+        return []
+    risks = {"COATCHECK_BROKER": find_broker_risk(settings.broker)}
+    if settings.checkpointing is not Checkpointing.OFF and not is_embedded(settings.store):
+        risks["COATCHECK_STORE"] = find_store_risk(settings.store)
+    return [Exposure(setting, risk) for setting, risk in risks.items() if risk is not None]
+
+
+def warn_of_exposures(settings: Settings) -> None:
+    for exposure in find_exposures(settings):
+        log.warning("connection_exposed", setting=exposure.setting, risk=exposure.risk, silence=SILENCE)

@@ -40,9 +40,8 @@ from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Outbox
-from coatcheck.worker.servers import settle
+from coatcheck.worker.servers import settle, warn_of_exposures
 from coatcheck.worker.settings import Settings
-from coatcheck.worker.tls_warnings import warn_of_exposures
 from coatcheck.worker.worker import check_schema
 
 log = get_logger(__name__)

@@ -22,7 +22,7 @@ from coatcheck.broker import connect
 from coatcheck.broker.bodies import Limits
 from coatcheck.broker.port import Broker, Consumer, Outgoing
 from coatcheck.broker.wire import make_resume
-from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable
+from coatcheck.errors import BrokerUnavailable, CoatcheckError, InvalidSettings, StoreUnavailable
 from coatcheck.log import get_logger
 from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.versions import newest_version
@@ -34,15 +34,14 @@ from coatcheck.worker.executor import Executor
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.leases import Leases
 from coatcheck.worker.metrics import Metrics
-from coatcheck.worker.outbox import Hints, Marks, Outbox
+from coatcheck.worker.outbox import Outbox
 from coatcheck.worker.ram_waits import RamCalls
 from coatcheck.worker.requests import Requests
+from coatcheck.worker.resending import Hints, Marks
 from coatcheck.worker.runtime import LiveRuns, Runtime, Slots
-from coatcheck.worker.servers import settle
+from coatcheck.worker.servers import settle, warn_of_exposures
 from coatcheck.worker.settings import Checkpointing, Settings, redacted
 from coatcheck.worker.store_outage import StoreGate
-from coatcheck.worker.sweeper_watch import SweeperWatch
-from coatcheck.worker.tls_warnings import warn_of_exposures
 
 log = get_logger(__name__)
 
@@ -52,6 +51,9 @@ ORDERS_FIRST_S = 5.0
 """How long requests wait at most for the orders that lie in the control queue."""
 UNWIND_S = 6.0
 """How long runs that are cut short may take to clean up after themselves."""
+LOOK_EVERY_S = 15.0
+MOST_MISSES = 2
+"""So many looks in a row without a sweeper are no restart of one, nor a start of everything at once."""
 
 
 class Worker:
@@ -351,3 +353,47 @@ def check_schema(found: str | None, place: str) -> None:
             else f"stands at schema version {found}, this code needs {wanted}"
         )
         raise InvalidSettings(f"the database at {redacted(place)} {state}; run `coatcheck migrate`")
+
+
+class SweeperWatch:
+    """Looks now and then whether any sweeper consumes `queue`, and says when that changes.
+
+    Without a sweeper timeouts, sleeps and retries wait, and nothing else would say so. The consumers of the queue are
+    the sign of life: the broker takes a dead one off by itself. It is for people only: a worker without a sweeper stays
+    ready, for it takes requests and replies all the same.
+    """
+
+    def __init__(self, broker: Broker, queue: str, *, metrics: Metrics) -> None:
+        self._broker = broker
+        self._queue = queue
+        self._metrics = metrics
+        self._miss_count = 0
+
+    @property
+    def is_missing(self) -> bool:
+        return self._miss_count >= MOST_MISSES
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look once. While the broker is away, or does not let us look, what was seen last stands."""
+        try:
+            count = await self._broker.consumer_count(self._queue)
+        except CoatcheckError:
+            return
+        was_missing = self.is_missing
+        self._miss_count = 0 if count else self._miss_count + 1
+        if self.is_missing and not was_missing:
+            log.warning(
+                "sweeper_missing",
+                queue=self._queue,
+                effect="timeouts, sleeps and retries wait until there is one",
+                remedy="run `coatcheck sweeper`",
+            )
+        elif was_missing and not self.is_missing:
+            log.info("sweeper_seen", queue=self._queue)
+        self._metrics.sweeper_missing.set(self.is_missing)

@@ -15,6 +15,7 @@ import asyncio
 import base64
 from asyncio import Future
 from collections.abc import Iterable
+from functools import partial
 
 from aiormq.exceptions import ConnectionInternalError
 
@@ -62,15 +63,21 @@ class DirectReplies:
     def publish(self, outgoing: Outgoing) -> Future[Routing]:
         """See `Broker.publish_soon`."""
         self._uplink.begin()
+        fate: Future[Routing] = asyncio.get_running_loop().create_future()
         publishing = asyncio.create_task(self._publish(outgoing))
         self._publishing.add(publishing)
-        publishing.add_done_callback(self._forget)
-        return publishing
+        publishing.add_done_callback(partial(self._on_done, fate))
+        return fate
 
-    def _forget(self, publishing: asyncio.Task[Routing]) -> None:
+    def _on_done(self, fate: Future[Routing], publishing: asyncio.Task[Routing]) -> None:
+        """Hand the outcome to the caller. If `stop` ended the task, the message has failed: its caller goes on."""
         self._publishing.discard(publishing)
-        if not publishing.cancelled():
-            publishing.exception()  # its caller may have left; asyncio would complain that the error was not read
+        if publishing.cancelled():
+            fail(fate, BrokerUnavailable("publish: the broker was stopped; the message may or may not have arrived"))
+        elif (error := publishing.exception()) is not None:
+            fail(fate, error, cause=error.__cause__)
+        elif not fate.done():
+            fate.set_result(publishing.result())
 
     async def stop(self) -> None:
         await self._publisher.stop()

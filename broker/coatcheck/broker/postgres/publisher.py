@@ -81,14 +81,18 @@ class PostgresPublisher:
         self._fail(given_up, BrokerUnavailable(f"publish: the broker was stopped; {_IN_DOUBT}"))
 
     def _look(self) -> None:
-        """Tell the callers of messages that have waited for too long, in line or for an answer."""
+        """Tell the callers of messages that have waited for too long, in line or for an answer.
+
+        Those in line are let go: an outage may last for hours, and each look would meet all that failed in it.
+        """
         self._looking = None
         loop = asyncio.get_running_loop()
-        waiting = [*self._sending, *self._pending]
         long_ago_s = loop.time() - self._timeout_s
+        waiting = [*self._sending, *self._pending]
         late = [sending for sending in waiting if max(sending.since_s, self._progress_s) <= long_ago_s]
         self._fail(late, BrokerUnavailable(self._uplink.explain(f"publish: not confirmed in time; {_IN_DOUBT}")))
-        if waiting:
+        self._pending = deque(sending for sending in self._pending if not sending.routing.done())
+        if self._sending or self._pending:
             self._looking = loop.call_later(self._timeout_s / _LOOKS, self._look)
 
     async def _flush(self) -> None:
