@@ -12,7 +12,7 @@ from tests.conftest import temporary_database
 from tests.services import run_sync
 from tests.store.bench import Bench, MemoryBench, PostgresBench
 
-from coatcheck.store import Store
+from coatcheck.testing.store_conformance.fixtures import other, store  # noqa: F401 - the fixtures of every test here
 
 # A busy machine is slow, not wrong.
 settings.register_profile("store", deadline=None)
@@ -60,21 +60,6 @@ async def bench(rows_url: str | None) -> AsyncIterator[Bench]:
     connection = await asyncpg.connect(rows_url)
     yield PostgresBench(rows_url, connection)
     await connection.close()
-
-
-@pytest.fixture
-async def store(bench: Bench) -> AsyncIterator[Store]:
-    store = bench.replica()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
-async def other(bench: Bench) -> AsyncIterator[Store]:
-    """The store of another replica."""
-    store = bench.replica()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from coatcheck.store.blobs import Codec, CorruptBlob, decode, encode
 from coatcheck.store.checkpoints import CheckpointInfo
 from coatcheck.store.front import Store
 from coatcheck.store.kinds import Kind
-from coatcheck.store.memory import MemoryStore, Tables
+from coatcheck.store.memory import MemoryOperations, MemoryStore, Tables
 from coatcheck.store.migrate import migrate
 from coatcheck.store.port import Operations
 from coatcheck.store.rows import CallId, CallState, Task, TaskId, TaskState
@@ -19,6 +19,7 @@ __all__ = [
     "CorruptBlob",
     "Kind",
     "Line",
+    "MemoryOperations",
     "MemoryStore",
     "Operations",
     "Store",
