@@ -64,18 +64,19 @@ class PostgresBench:
             await self._connection.execute(f"UPDATE coatcheck.{table} SET {moves}", time)
 
     async def empty(self) -> None:
-        for table in ("journal", "call", "task"):
+        for table in ("history", "journal", "call", "task"):
             await self._connection.execute(f"DELETE FROM coatcheck.{table}")
 
     async def read(self) -> Rows:
-        tasks, calls, entries = [
+        tasks, calls, entries, told = [
             [_decoded(row) for row in await self._connection.fetch(f"SELECT * FROM coatcheck.{table}")]
-            for table in ("task", "call", "journal")
+            for table in ("task", "call", "journal", "history")
         ]
         return {
             "task": {row["id"]: row for row in tasks},
             "call": {row["id"]: row for row in calls},
             "journal": {(row["task_id"], row["seq"]): row for row in entries},
+            "history": {(row["task_id"], row["number"]): row for row in told},
         }
 
     async def _set(self, table: str, ids: Collection[UUID], values: dict[str, Any]) -> None:
@@ -110,10 +111,12 @@ class MemoryBench:
 
     async def read(self) -> Rows:
         entries = [_journal_row(task_id, row) for task_id, found in self.tables.entries_of.items() for row in found]
+        told = [asdict(row) | {"task_id": task_id} for task_id, found in self.tables.history.items() for row in found]
         return {
             "task": {task_id: self._shift(_task_row(row)) for task_id, row in self.tables.tasks.items()},
             "call": {call_id: self._shift(_call_row(row)) for call_id, row in self.tables.calls.items()},
             "journal": {(row["task_id"], row["seq"]): self._shift(row) for row in entries},
+            "history": {(row["task_id"], row["number"]): row for row in told},
         }
 
     def _moved(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def _decoded(row: asyncpg.Record) -> Row:
     return {
         name: json.loads(it) if name in _DOCUMENTS and it is not None else it
         for name, it in row.items()
-        if name != "labels"
+        if name not in ("labels", "xid")
     }
 
 

@@ -9,11 +9,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from coatcheck.store.batcher import LANE_WIDTH, Observe
+from coatcheck.store.history import Author
 from coatcheck.store.memory import claims, puts, queries, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.migrate import newest_version, schema_version
 from coatcheck.store.postgres import cancels as pg_cancels
 from coatcheck.store.postgres import claims as pg_claims
+from coatcheck.store.postgres import histories as pg_histories
 from coatcheck.store.postgres import puts as pg_puts
 from coatcheck.store.postgres import queries as pg_queries
 from coatcheck.store.postgres import records as pg_records
@@ -29,7 +31,7 @@ _VERSION = newest_version()
 OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         pg_puts.put: puts.put,
-        pg_puts.put_locked: puts.put,
+        pg_puts.put_locked: puts.put_locked,
         pg_claims.claim: claims.claim,
         pg_claims.create: claims.create,
         pg_claims.accept: claims.accept,
@@ -45,6 +47,7 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_sweeps.look: sweeps.look,
         pg_sweeps.next_look: sweeps.next_look,
         pg_sweeps.retire: sweeps.retire,
+        pg_sweeps.forget_histories: sweeps.forget_histories,
         pg_sweeps.repair: sweeps.repair,
         pg_sweeps.without_waker: sweeps.without_waker,
         pg_queries.find_tasks: queries.find_tasks,
@@ -57,6 +60,7 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_queries.find_unsent: queries.find_unsent,
         pg_queries.read_clock: lambda tables: tables.now,
         pg_queries.task_lines: queries.task_lines,
+        pg_histories.read_history: lambda tables, task_id: list(tables.history.get(task_id, ())),
         pg_records.load_known: queries.load_known,
         schema_version: lambda tables: _VERSION,
     }
@@ -69,14 +73,15 @@ class MemoryStore(Store):
 
     def __init__(
         self, tables: Tables, *, lease: timedelta = timedelta(seconds=60), observe: Observe | None = None,
-        begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "",
+        begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "", keeps_values: bool = False,
     ) -> None:  # fmt: skip
         """`begins` makes no difference here: an operation is one step, and there is nothing to be in doubt about."""
         self.tables = tables
         self._in_flight = InFlight()
         self._wire(
-            lane=asyncio.Semaphore(LANE_WIDTH), lease=lease, observe=observe, max_history=max_history, replica=replica
-        )
+            lane=asyncio.Semaphore(LANE_WIDTH), lease=lease, observe=observe, max_history=max_history,
+            author=Author(self.now, replica, has_values=keeps_values),
+        )  # fmt: skip
 
     @property
     def place(self) -> str:

@@ -9,8 +9,10 @@ from typing import Any, TypeAlias, TypeVar
 from uuid import UUID
 
 from coatcheck.store.batcher import Batcher, Observe
+from coatcheck.store.chain import HistoryEntry
+from coatcheck.store.history import Author
 from coatcheck.store.migrate import schema_version
-from coatcheck.store.postgres import cancels, claims, puts, queries, sweeps
+from coatcheck.store.postgres import cancels, claims, histories, puts, queries, sweeps
 from coatcheck.store.postgres.database import Database
 from coatcheck.store.postgres.records import load_known
 from coatcheck.store.rows import (
@@ -43,17 +45,17 @@ class Store:
 
     def __init__(
         self, url: str, *, lease: timedelta = timedelta(seconds=60), pool_size: int = 8, observe: Observe | None = None,
-        begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "",
+        begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "", keeps_values: bool = False,
     ) -> None:  # fmt: skip
         self._database = Database(url, pool_size=pool_size, begins=begins)
         # Half the pool, so that locked rows leave connections for the rest.
         self._wire(
             lane=asyncio.Semaphore(max(1, pool_size // 2)), lease=lease, observe=observe, max_history=max_history,
-            replica=replica,
+            author=Author(self.now, replica, has_values=keeps_values),
         )  # fmt: skip
 
     def _wire(
-        self, *, lane: asyncio.Semaphore, lease: timedelta, observe: Observe | None, max_history: int, replica: str
+        self, *, lane: asyncio.Semaphore, lease: timedelta, observe: Observe | None, max_history: int, author: Author
     ) -> None:
         """Put a batcher before each operation that takes single items."""
 
@@ -65,15 +67,16 @@ class Store:
             self._batchers.append(made)
             return made
 
-        granting: dict[str, Any] = {"lease": lease, "max_history": max_history}
+        self._author = author
+        granting: dict[str, Any] = {"lease": lease, "max_history": max_history, "author": author}
         self._batchers: list[Batcher[Any, Any]] = []
-        self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", puts.put, replica=replica)
-        self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put_locked, replica=replica)
+        self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", puts.put, author=author)
+        self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", puts.put_locked, author=author)
         self._claim: Batcher[Arrival, Ruling] = batcher("claim", claims.claim, **granting)
-        self._create: Batcher[Request, Ruling | None] = batcher("accept", claims.create, lease=lease)
+        self._create: Batcher[Request, Ruling | None] = batcher("accept", claims.create, lease=lease, author=author)
         self._accept: Batcher[Request, Ruling | None] = batcher("accept", claims.accept, **granting)
         self._resume: Batcher[Wake, Ruling] = batcher("resume", claims.resume, **granting)
-        self._cancel: Batcher[CancelAsk, Ruling] = batcher("cancel", cancels.cancel)
+        self._cancel: Batcher[CancelAsk, Ruling] = batcher("cancel", cancels.cancel, author=author)
         self._find: Batcher[TaskId, Task | None] = batcher("find", queries.find_tasks)
 
     @property
@@ -172,7 +175,11 @@ class Store:
         return await self._do(sweeps.next_look)
 
     async def retire(self, *, limit: int, keep: Retention) -> int:
-        return await self._do(sweeps.retire, limit=limit, keep=keep)
+        return await self._do(sweeps.retire, limit=limit, keep=keep, author=self._author)
+
+    async def forget_histories(self, *, limit: int, keep: timedelta) -> int:
+        """Remove the histories of tasks that retention removed longer ago than `keep`."""
+        return await self._do(sweeps.forget_histories, limit=limit, before=self.now() - keep)
 
     async def repair(self, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
         return await self._do(sweeps.repair, after=after, limit=limit, quiet=quiet)
@@ -215,6 +222,10 @@ class Store:
     async def read_clock(self) -> datetime:
         """The time by the clock that made the rows; this machine's own may be ahead or behind."""
         return await self._do(queries.read_clock)
+
+    async def read_history(self, task_id: UUID) -> list[HistoryEntry]:
+        """All that a task's history tells, the oldest first. It outlives the task's row."""
+        return await self._do(histories.read_history, task_id)
 
     async def task_lines(self, task_id: UUID) -> Sequence[Line]:
         return await self._do(queries.task_lines, task_id)
