@@ -43,18 +43,19 @@ class PostgresBench:
             await self._connection.execute(f"UPDATE coatcheck.{table} SET {moves}", time)
 
     async def empty(self) -> None:
-        for table in ("journal", "call", "task"):
+        for table in ("history", "journal", "call", "task"):
             await self._connection.execute(f"DELETE FROM coatcheck.{table}")
 
     async def read(self) -> Rows:
-        tasks, calls, entries = [
+        tasks, calls, entries, told = [
             [_decoded(row) for row in await self._connection.fetch(f"SELECT * FROM coatcheck.{table}")]
-            for table in ("task", "call", "journal")
+            for table in ("task", "call", "journal", "history")
         ]
         return {
             "task": {row["id"]: row for row in tasks},
             "call": {row["id"]: row for row in calls},
             "journal": {(row["task_id"], row["seq"]): row for row in entries},
+            "history": {(row["task_id"], row["number"]): row for row in told},
         }
 
     async def _set(self, table: str, ids: Collection[UUID], values: dict[str, Any]) -> None:
@@ -69,5 +70,5 @@ def _decoded(row: asyncpg.Record) -> Row:
     return {
         name: json.loads(it) if name in _DOCUMENTS and it is not None else it
         for name, it in row.items()
-        if name != "labels"
+        if name not in ("labels", "xid")
     }

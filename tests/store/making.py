@@ -20,10 +20,12 @@ from coatcheck.store.rows import (
     Birth,
     Caller,
     CancelAsk,
+    Chain,
     Changes,
     Finish,
     Going,
     Group,
+    HistoryLevel,
     Hold,
     NewCall,
     NewEntry,
@@ -155,7 +157,9 @@ class Maker:
         run = (task.task_id, task.epoch, task.checkpoint)
         seen = self._seen.setdefault(run, self.one(range(max(0, task.seq - 3), task.seq + 1)))
         progress = {"done": 1} if self.maybe() else None
-        return Put(task.task_id, task.epoch, task.checkpoint, seen, changes, end, progress=progress)
+        # Where the row has moved on, so has its history, and the run cannot know.
+        chain = task.chain if seen == task.seq else Chain(task.history, 0, b"stale")
+        return Put(task.task_id, task.epoch, task.checkpoint, seen, changes, end, progress=progress, chain=chain)
 
     def _changes(self, task_id: TaskId) -> Changes:
         waited = [call.new.call_id for call in self._waited_of(task_id)]
@@ -215,8 +219,8 @@ class Maker:
                 )
 
     def _entry(self) -> NewEntry:
-        kind = self.one([Kind.STEP, Kind.NOTE])
-        return NewEntry(self.one(KEYS), kind, "plan", b"digest", self.maybe(), b"value")
+        kind, name = self.one([(Kind.STEP, "plan"), (Kind.NOTE, "@now"), (Kind.NOTE, "user:decision")])
+        return NewEntry(self.one(KEYS), kind, name, b"digest", self.maybe(), b"value")
 
     # --- choosing ---
 
@@ -261,4 +265,4 @@ class Maker:
             2: {"caller": Caller("somebody", {"role": "guest"})},
             3: {"deadline_at": datetime(2031, 1, 1, tzinfo=UTC)},
         }
-        return replace(newborn, **named.get(number, {}))
+        return replace(newborn, history=HistoryLevel(number % 3), **named.get(number, {}))

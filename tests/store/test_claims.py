@@ -30,10 +30,10 @@ def before_the_write(monkeypatch):
     def happens(work):
         write = claims._write
 
-        async def late(connection, batch, lease):
+        async def late(*given):
             monkeypatch.setattr(claims, "_write", write)
             await work()
-            return await write(connection, batch, lease)
+            return await write(*given)
 
         monkeypatch.setattr(claims, "_write", late)
 

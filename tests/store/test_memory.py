@@ -64,6 +64,8 @@ METHODS = {
     "find_known": lambda store: store.find_known(new_id()),
     "read_clock": lambda store: store.read_clock(),
     "task_lines": lambda store: store.task_lines(new_id()),
+    "read_history": lambda store: store.read_history(new_id()),
+    "forget_histories": lambda store: store.forget_histories(limit=1, keep=MINUTE),
     "read_stored": lambda store: store.read_stored(new_id()),
     "checkpoints": lambda store: store.checkpoints(new_id()),
 }

@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import fields, is_dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from msgspec import Struct, structs
 from tests.store.bench import MemoryBench, PostgresBench
-from tests.store.kit import DAY, MINUTE, check_rows
+from tests.store.kit import DAY, MINUTE, check_histories, check_rows
 from tests.store.making import LEASES, NOW, Maker
 
 from coatcheck.errors import Rejected
-from coatcheck.store import CallId, CallState, Store, Task, TaskId, TaskState
+from coatcheck.store import CallId, CallState, MemoryStore, Store, Task, TaskId, TaskState
 from coatcheck.store.postgres.database import SERVER_SETTINGS
 from coatcheck.store.rows import Address, OpenCall, Peer, PutDone, Ruling
 from coatcheck.store.views import Retention
@@ -42,12 +42,14 @@ VERBS = (
 HAPPENS = (
     *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "cancel recorded"),
     *(f"claim {verdict}" for verdict in ("granted", "recorded", "duplicate", "late", "unknown")),
-    *("accept granted", "accept duplicate", "resume granted", "resume early"),
+    *("accept granted", "accept duplicate", "resume granted", "resume early", "retired", "forgotten"),
 )
 
 
 class Twins(RuleBasedStateMachine):
-    """Does the same to both stores."""
+    """Does the same to both stores. In one step both tell their histories at one instant: the hashes are alike."""
+
+    now = datetime.now(UTC)
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, postgres: PostgresBench, store: Store, happened: Counter[str]
@@ -63,6 +65,7 @@ class Twins(RuleBasedStateMachine):
 
     @rule(verb=st.sampled_from(VERBS), data=st.data())
     def do(self, verb: str, data: st.DataObject) -> None:
+        Twins.now = datetime.now(UTC)
         getattr(self, f"_{verb}")(self._maker.by(data))
 
     # --- what runs and messages do: several at once, so that they share a batch ---
@@ -124,6 +127,9 @@ class Twins(RuleBasedStateMachine):
     def _retire(self, make: Maker) -> None:
         keep = Retention(make.one([timedelta(), MINUTE, DAY]), make.one([timedelta(), MINUTE, 10 * DAY]))
         self._happened["retired"] += self._ask(lambda store: store.retire(limit=1000, keep=keep))
+        keep_histories = make.one([timedelta(), 10_000 * DAY])
+        forget = partial(Store.forget_histories, limit=1000, keep=keep_histories)
+        self._happened["forgotten"] += self._ask(forget)
 
     def _hasten(self, make: Maker) -> None:
         self._happened["hastened"] += self._ask(lambda store: store.hasten_held("svc"))
@@ -163,6 +169,7 @@ class Twins(RuleBasedStateMachine):
         self._ask(lambda store: store.find_task(task_id))
         self._ask(lambda store: store.task_lines(task_id))
         self._ask(lambda store: store.read_stored(task_id))
+        self._ask(lambda store: store.read_history(task_id))
         self._ask(lambda store: store.find_ids(task_id.hex[:2], limit=2))
 
     @invariant()
@@ -170,6 +177,7 @@ class Twins(RuleBasedStateMachine):
         postgres, memory = self._at_once(bench.read() for bench in self._benches)
         _compare(postgres, memory, "rows")
         check_rows(postgres)
+        check_histories(memory)
 
     # --- doing it to both ---
 
@@ -230,7 +238,7 @@ def _compare(postgres: Any, memory: Any, where: str, *, shift: timedelta = NOW) 
     left, right = _parts(postgres), _parts(memory)
     assert left.keys() == right.keys(), f"{where}: {postgres!r} in Postgres, {memory!r} in memory"
     for key, value in left.items():
-        _compare(value, right[key], f"{where}.{key}", shift=NOW if key == "deadline_at" else shift)
+        _compare(value, right[key], f"{where}.{key}", shift=NOW if key in ("deadline_at", "at") else shift)
 
 
 def _parts(value: Any) -> dict[Any, Any]:
@@ -254,6 +262,8 @@ def _parts(value: Any) -> dict[Any, Any]:
 def test_postgres_does_what_the_store_in_memory_does(store_url, monkeypatch):
     # The disk is not what is tried here.
     monkeypatch.setitem(SERVER_SETTINGS, "synchronous_commit", "off")
+    for kind in (Store, MemoryStore):
+        monkeypatch.setattr(kind, "now", lambda _: Twins.now)
     happened = Counter[str]()
 
     with asyncio.Runner() as runner:

@@ -8,6 +8,7 @@ from tests.store.kit import all_of, assert_sound, calls, done, get, going, ok, p
 
 from coatcheck.store import decide
 from coatcheck.store.postgres import puts
+from coatcheck.store.postgres.claims import APPLY_PLAN
 from coatcheck.store.postgres.sql import PARTS, STATEMENTS
 from coatcheck.store.rows import Park, PutDone, PutRefused, Verdict
 
@@ -31,9 +32,10 @@ async def test_with_the_lock_every_task_is_woken(store_url, store, other, bench)
 
 
 async def test_a_claim_without_the_lock_on_its_task_is_noticed(store_url, store, other, bench, monkeypatch):
-    for name, lock in (("apply_plan", "FOR UPDATE OF t SKIP LOCKED"), ("lock_owners", "FOR UPDATE")):
-        assert lock in STATEMENTS[name].text
-        monkeypatch.setitem(STATEMENTS, name, text(STATEMENTS[name].text.replace(lock, "")))
+    planted = [(APPLY_PLAN, key, "FOR UPDATE OF t SKIP LOCKED") for key in APPLY_PLAN]
+    for statements, key, lock in (*planted, (STATEMENTS, "lock_owners", "FOR UPDATE")):
+        assert lock in statements[key].text
+        monkeypatch.setitem(statements, key, text(statements[key].text.replace(lock, "")))
 
     woken = await answer_the_last_two_at_once(store, other)
 

@@ -28,6 +28,9 @@ from typing import NamedTuple, assert_never
 
 from msgspec.structs import replace
 
+from coatcheck.store import history
+from coatcheck.store.chain import HistoryEntry
+from coatcheck.store.history import Author
 from coatcheck.store.kinds import KINDS
 from coatcheck.store.rows import (
     MOST_ADDRESSES,
@@ -36,12 +39,15 @@ from coatcheck.store.rows import (
     CallId,
     CallState,
     CancelAsk,
+    Chain,
     Finish,
     Going,
     Group,
+    HistoryLevel,
     Hold,
     NewCall,
     NewEntry,
+    NewHistory,
     Park,
     Peer,
     Put,
@@ -67,6 +73,8 @@ HASTENED_FROM = timedelta(seconds=10)
 """So old is an unsent message at least that is hastened. A younger one may have left, and not be marked yet."""
 
 TASK_STATES: Mapping[str, TaskState] = {one.value: one for one in TaskState}  # a tenth of the time of the enum's own
+HISTORY_LEVELS = tuple(HistoryLevel)
+NO_CHAIN = Chain()
 Version = int
 """Which state of a row was read, for a store that writes only where it still stands."""
 
@@ -88,6 +96,15 @@ class Called(NamedTuple):
     task_state: str
     seq: int
     trigger: str | None
+    key: str = ""
+    epoch: int = 0
+    history: int = 0
+    entry_count: int = 0
+    head: bytes | None = None
+
+    @property
+    def chain(self) -> Chain:
+        return Chain(HISTORY_LEVELS[self.history], self.entry_count, self.head)
 
 
 class Found(NamedTuple):
@@ -115,6 +132,24 @@ class Grant(NamedTuple):
 
 
 @dataclass(slots=True)
+class Telling:
+    """What a batch appends to the history of one task, which stands at `chain`. The last entry tells of a grant."""
+
+    chain: Chain
+    epoch: int
+    drafts: list[NewHistory] = field(default_factory=list)
+    if_granted: NewHistory | None = None
+
+    def entries(self, task_id: TaskId, author: Author, *, is_granted: bool) -> tuple[list[HistoryEntry], Chain]:
+        """What is appended, and where the chain stands then."""
+        entries, chain = author.tell(task_id, self.drafts, at=self.chain, epoch=self.epoch)
+        if not is_granted or self.if_granted is None:
+            return entries, chain
+        grant, chain = author.tell(task_id, [self.if_granted], at=chain, epoch=self.epoch + 1)
+        return entries + grant, chain
+
+
+@dataclass(slots=True)
 class Plan:
     """What the events of one batch come to. `rulings` has an answer for each event, in their order.
 
@@ -137,18 +172,47 @@ class Plan:
     """Tasks that have one more requester to answer."""
     came_back: dict[int, TaskId] = field(default_factory=dict)
     """Messages that were delivered before: what their tasks have perhaps never sent is looked up."""
+    telling: dict[TaskId, Telling] = field(default_factory=dict)
+    """The tasks whose histories get longer."""
+    has_values: bool = False
+    """Histories tell values in full."""
 
-    def take_over(self, index: int, task_id: TaskId, version: Version, *, trigger: str | None) -> None:
+    def take_over(self, index: int, seen: Called | Task, version: Version, *, trigger: str | None) -> None:
         """A message came back. The run that it triggered, if there is one, is its own now."""
-        self.came_back[index] = task_id
-        if trigger is not None and task_id not in self.grants:
+        self.came_back[index] = seen.task_id
+        if trigger is not None:
+            self.grant(index, seen, version, trigger=trigger)
+
+    def grant(self, index: int, seen: Called | Task, version: Version, *, trigger: str) -> None:
+        """Grant a task to the first event that gets it."""
+        task_id = seen.task_id
+        if task_id not in self.grants:
             self.versions[task_id] = version
             self.grants[task_id] = Grant(index, trigger)
+            self.tell_grant(seen, trigger=trigger)
+
+    def tell_grant(self, seen: Called | Task, *, trigger: str, key: str | None = None) -> None:
+        """Have the task's history tell of its grant, if that comes about and its level is high enough."""
+        chain = seen.chain
+        was = TASK_STATES[seen.task_state] if isinstance(seen, Called) else seen.state
+        if chain.level is not HistoryLevel.OFF:
+            draft = history.of_grant(trigger=trigger, was=was, key=key)
+            if history.is_kept(draft.kind, chain.level):
+                self._telling(seen, chain).if_granted = draft
+
+    def tell_claim(self, call: Called, arrival: Arrival, state: CallState) -> None:
+        chain = call.chain
+        if chain.level is HistoryLevel.FULL:
+            draft = history.of_claim(state, arrival.value, peer=call.peer, key=call.key, has_values=self.has_values)
+            self._telling(call, chain).drafts.append(draft)
+
+    def _telling(self, seen: Called | Task, chain: Chain) -> Telling:
+        return self.telling.setdefault(seen.task_id, Telling(chain, seen.epoch))
 
 
-def claim(found: Mapping[CallId, Called], arrivals: Sequence[Arrival]) -> Plan:
+def claim(found: Mapping[CallId, Called], arrivals: Sequence[Arrival], *, has_values: bool = False) -> Plan:
     """Decide replies, progress and timeouts."""
-    plan = Plan()
+    plan = Plan(has_values=has_values)
     for index, arrival in enumerate(arrivals):
         call = found.get(arrival.call_id)
         if call is None or arrival.service not in ("", call.service):
@@ -166,7 +230,7 @@ def _claim(plan: Plan, index: int, arrival: Arrival, call: Called) -> Ruling:
     if verdict is not Verdict.RECORDED:
         if arrival.is_redelivered:
             is_mine = call.task_state == TaskState.RUNNING and call.trigger == str(call_id)
-            plan.take_over(index, task_id, call.version, trigger=str(call_id) if is_mine else None)
+            plan.take_over(index, call, call.version, trigger=str(call_id) if is_mine else None)
     elif arrival.state is None:
         plan.progress[call_id] = (index, arrival)
     else:
@@ -174,8 +238,10 @@ def _claim(plan: Plan, index: int, arrival: Arrival, call: Called) -> Ruling:
         plan.versions[task_id] = call.version
         seq = plan.seqs[task_id] = plan.seqs.get(task_id, call.seq) + 1
         plan.closing[call_id] = Closing(call_id, state, seq, arrival.value)
+        plan.tell_claim(call, arrival, state)
         if call.task_state == TaskState.PARKED:
             plan.if_met[task_id] = Grant(index, str(call_id))
+            plan.tell_grant(call, trigger=str(call_id), key=call.key)
     return Ruling(verdict, name=call.peer, task_id=task_id, state=TASK_STATES[call.task_state])
 
 
@@ -210,9 +276,8 @@ def resume(found: Mapping[TaskId, Found], wakes: Sequence[Wake]) -> Plan:
                 _take_task_over(plan, index, seen, trigger=trigger)
             continue
         plan.rulings.append(Ruling(Verdict.EARLY, task))
-        if is_due and task_id not in plan.grants:
-            plan.versions[task_id] = version
-            plan.grants[task_id] = Grant(index, trigger)
+        if is_due:
+            plan.grant(index, task, version, trigger=trigger)
     return plan
 
 
@@ -249,7 +314,7 @@ def _ended_or_known(task: Task) -> Ruling:
 def _take_task_over(plan: Plan, index: int, seen: Found, *, trigger: str) -> None:
     task = seen.task
     is_mine = task.state is TaskState.RUNNING and task.trigger == trigger
-    plan.take_over(index, task.task_id, seen.version, trigger=trigger if is_mine else None)
+    plan.take_over(index, task, seen.version, trigger=trigger if is_mine else None)
 
 
 def first_pickups(requests: Iterable[Request]) -> dict[TaskId, tuple[Request, int]]:
@@ -435,7 +500,8 @@ def printable(words: str | None) -> str | None:
 class Writing:
     """A put on its way into the rows: what it closes, records and opens, each at its place in the task's order.
 
-    `seen` is the sequence number its row must have. `news` begins with what ended since the run last looked.
+    `seen` is the sequence number its row must have, `chain` where its history stands. `news` begins with what ended
+    since the run last looked.
     """
 
     put: Put
@@ -448,6 +514,7 @@ class Writing:
     """Each with its place, and whether the retry that follows forgets it."""
     opens: list[tuple[NewCall, int | None]] = field(default_factory=list)
     """A send counts as done from the moment its row exists, so it has its place at once."""
+    chain: Chain = NO_CHAIN
 
     def __post_init__(self) -> None:
         put, seq = self.put, self.seen
@@ -485,6 +552,14 @@ class Writing:
     @property
     def standing(self) -> Standing:
         return standing(self.put, is_parked=self.is_parked)
+
+    def history(self, author: Author) -> list[HistoryEntry]:
+        """What it appends to its task's history; `chain` stands after it then."""
+        drafts = history.of_put(
+            self.put, self.chain.level, opens=opens(self.put), is_parked=self.is_parked, has_values=author.has_values
+        )
+        entries, self.chain = author.tell(self.put.task_id, drafts, at=self.chain, epoch=self.epoch)
+        return entries
 
 
 def opens(put: Put) -> Sequence[NewCall]:

@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 from coatcheck.store.batcher import Batcher, Observe
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import CheckpointInfo, Stored, checkpoints_of
+from coatcheck.store.history import Author
 from coatcheck.store.opening import open_operations
 from coatcheck.store.port import Operations
 from coatcheck.store.rows import (
@@ -44,6 +46,7 @@ class Store:
     def __init__(
         self, url: str | Operations, *, lease: timedelta = timedelta(seconds=60), pool_size: int = 8,
         observe: Observe | None = None, begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "",
+        keeps_values: bool = False,
     ) -> None:  # fmt: skip
         """Put a batcher before each operation that takes single items."""
         operations = open_operations(url, pool_size=pool_size, begins=begins) if isinstance(url, str) else url
@@ -54,16 +57,17 @@ class Store:
             self._batchers.append(made)
             return made
 
-        granting: dict[str, Any] = {"lease": lease, "max_history": max_history}
         self._operations = operations
+        self._author = author = Author(self.now, replica, has_values=keeps_values)
+        granting: dict[str, Any] = {"lease": lease, "max_history": max_history, "author": author}
         self._batchers: list[Batcher[Any, Any]] = []
-        self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", operations.put, replica=replica)
-        self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", operations.put_locked, replica=replica)
+        self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", operations.put, author=author)
+        self._put_locked: Batcher[Put, PutDone | PutRefused] = batcher("put", operations.put_locked, author=author)
         self._claim: Batcher[Arrival, Ruling] = batcher("claim", operations.claim, **granting)
-        self._create: Batcher[Request, Ruling | None] = batcher("accept", operations.create, lease=lease)
+        self._create: Batcher[Request, Ruling | None] = batcher("accept", operations.create, lease=lease, author=author)
         self._accept: Batcher[Request, Ruling | None] = batcher("accept", operations.accept, **granting)
         self._resume: Batcher[Wake, Ruling] = batcher("resume", operations.resume, **granting)
-        self._cancel: Batcher[CancelAsk, Ruling] = batcher("cancel", operations.cancel)
+        self._cancel: Batcher[CancelAsk, Ruling] = batcher("cancel", operations.cancel, author=author)
         self._find: Batcher[TaskId, Task | None] = batcher("find", operations.find_tasks)
 
     @property
@@ -159,7 +163,11 @@ class Store:
         return await self._operations.next_look()
 
     async def retire(self, *, limit: int, keep: Retention) -> int:
-        return await self._operations.retire(limit=limit, keep=keep)
+        return await self._operations.retire(limit=limit, keep=keep, author=self._author)
+
+    async def forget_histories(self, *, limit: int, keep: timedelta) -> int:
+        """Remove the histories of tasks that retention removed longer ago than `keep`."""
+        return await self._operations.forget_histories(limit=limit, before=self.now() - keep)
 
     async def repair(self, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
         return await self._operations.repair(after=after, limit=limit, quiet=quiet)
@@ -213,6 +221,10 @@ class Store:
 
     async def task_lines(self, task_id: UUID) -> Sequence[Line]:
         return await self._operations.task_lines(task_id)
+
+    async def read_history(self, task_id: UUID) -> list[HistoryEntry]:
+        """What happened to a task, by number; it may outlive the task. Empty: nothing is kept of it."""
+        return await self._operations.read_history(task_id)
 
     async def read_stored(self, task_id: TaskId) -> list[Stored]:
         """A task's journal and calls as they are kept, forgotten ones too; empty for a task that no row knows."""

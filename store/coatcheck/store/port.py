@@ -27,7 +27,9 @@ from typing import Protocol, TypeAlias
 from uuid import UUID
 
 from coatcheck.store.batcher import Busy, Unreadable
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import Stored
+from coatcheck.store.history import Author
 from coatcheck.store.rows import (
     Address,
     Arrival,
@@ -72,7 +74,7 @@ class Operations(Protocol):
     # --- a run's writes ---
 
     async def put(
-        self, puts: Sequence[Put], waits: bool, *, replica: str
+        self, puts: Sequence[Put], waits: bool, *, author: Author
     ) -> Sequence[PutDone | PutRefused | Busy | None]:
         """Write what runs want recorded, where the row stands exactly as the run saw it (epoch, checkpoint, seq), or
         where a birth finds no row. None: it does not, or cannot be told without a lock; `put_locked` is asked next.
@@ -82,7 +84,7 @@ class Operations(Protocol):
         """
 
     async def put_locked(
-        self, puts: Sequence[Put], waits: bool, *, replica: str
+        self, puts: Sequence[Put], waits: bool, *, author: Author
     ) -> Sequence[PutDone | PutRefused | Busy]:
         """Write puts under their tasks' locks. What ended since the run last looked comes back as news, and a park
         looks at its groups again by it. Another epoch or checkpoint: refused, and nothing is written. A put that is in
@@ -91,24 +93,30 @@ class Operations(Protocol):
 
     # --- taking things up ---
 
-    async def claim(self, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta, max_history: int) -> Answers:
+    async def claim(
+        self, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta, max_history: int, author: Author
+    ) -> Answers:
         """Apply replies, progress and timeouts, each call's end once. The task's lock is held while its groups are
         counted: of two last replies that come together, one grants the task. A grant takes the next epoch, a lease,
         and everything recorded so far; without the values if they are more than `max_history` bytes.
         """
 
-    async def create(self, requests: Sequence[Request], waits: bool, *, lease: timedelta) -> Answers:
+    async def create(self, requests: Sequence[Request], waits: bool, *, lease: timedelta, author: Author) -> Answers:
         """Give each request a new row and grant it. None: there is a row already, or an earlier copy made it."""
 
-    async def accept(self, requests: Sequence[Request], waits: bool, *, lease: timedelta, max_history: int) -> Answers:
+    async def accept(
+        self, requests: Sequence[Request], waits: bool, *, lease: timedelta, max_history: int, author: Author
+    ) -> Answers:
         """Let the row of each request answer: a finished task with its result, a duplicate with its address added, a
         redelivered request with a grant. None: the row has gone meanwhile, and `create` is asked next.
         """
 
-    async def resume(self, wakes: Sequence[Wake], waits: bool, *, lease: timedelta, max_history: int) -> Answers:
+    async def resume(
+        self, wakes: Sequence[Wake], waits: bool, *, lease: timedelta, max_history: int, author: Author
+    ) -> Answers:
         """Grant tasks whose lease or retry time is over, if they still stand at the epoch that the wake names."""
 
-    async def cancel(self, asks: Sequence[CancelAsk], waits: bool) -> Sequence[Ruling | Busy]:
+    async def cancel(self, asks: Sequence[CancelAsk], waits: bool, *, author: Author) -> Sequence[Ruling | Busy]:
         """End unfinished tasks as cancelled, close their calls and name the peers to tell. A task that no row knows
         gets a tombstone, which answers its request when that comes. The first commit wins.
         """
@@ -153,8 +161,11 @@ class Operations(Protocol):
     async def next_look(self) -> timedelta | None:
         """How long until `look` finds something; negative if it would now, None if nothing waits."""
 
-    async def retire(self, *, limit: int, keep: Retention) -> int:
+    async def retire(self, *, limit: int, keep: Retention, author: Author) -> int:
         """Delete finished tasks, their calls and journal, once their time is over and their final reply is sent."""
+
+    async def forget_histories(self, *, limit: int, before: datetime) -> int:
+        """Delete the histories of tasks that were removed before this time."""
 
     async def repair(self, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:
         """Look at the next parked tasks by id and wake those that nothing would move, or whose groups are met. Gives
@@ -199,6 +210,9 @@ class Operations(Protocol):
 
     async def task_lines(self, task_id: UUID) -> Sequence[Line]:
         """A task's journal and calls in the order they ended; open calls last."""
+
+    async def read_history(self, task_id: UUID) -> list[HistoryEntry]:
+        """What happened to a task, by number; it may outlive the task."""
 
     async def read_stored(self, task_id: TaskId) -> list[Stored]:
         """A task's journal and calls as they are kept, forgotten ones too, in the order of their checkpoints."""

@@ -74,7 +74,7 @@ class CallState(StrEnum):
     CLOSED = "closed"  # given up: by the handler, or because its task ended
 
 
-_PAYLOADS = frozenset({"body", "claims", "failure", "request", "traceback", "value"})
+_PAYLOADS = frozenset({"body", "claims", "data", "failure", "request", "traceback", "value"})
 
 
 class Value(msgspec.Struct, frozen=True, gc=False):
@@ -227,6 +227,23 @@ class Birth(Value, frozen=True):
     history: HistoryLevel = HistoryLevel.OFF
 
 
+class Chain(Value, frozen=True):
+    """Where a task's history stands: its level, how many entries it has, and the hash of the last one."""
+
+    level: HistoryLevel = HistoryLevel.OFF
+    count: int = 0
+    head: bytes | None = None
+
+
+class NewHistory(Value, frozen=True):
+    """An entry of a task's history that a decision made. `chain.append` gives it its number and its hash."""
+
+    kind: str
+    actor: str | None = None
+    key: str | None = None
+    data: bytes | None = None  # a blob
+
+
 class Task(Value, frozen=True):
     """A task row: all that a replica needs to pick the task up, and all that `show` prints."""
 
@@ -270,6 +287,11 @@ class Task(Value, frozen=True):
     forked_from: UUID | None = None
     forked_at: int | None = None
     """The checkpoint of `forked_from` that it began with."""
+
+    @property
+    def chain(self) -> Chain:
+        """Where its history stands."""
+        return Chain(self.history, self.entry_count, self.head)
 
     def wants(self, birth: Birth) -> bool:
         """Tell whether the same request came with one more address to answer, while the task is unfinished."""
@@ -327,6 +349,8 @@ class Again(Value, frozen=True):
     failure: bytes
     traceback: str | None
     forget: tuple[str, ...] = ()
+    attempt: int = 1
+    """Which attempt failed."""
 
 
 class Hold(Value, frozen=True):
@@ -347,6 +371,8 @@ class Put(Value, frozen=True):
     end: Going | Park | Finish | Again | Hold
     birth: Birth | None = None
     progress: Mapping[str, Any] | None = None
+    chain: Chain = Chain()
+    """Where its task's history stood when the run last looked."""
 
 
 class PutDone(Value, frozen=True):
@@ -359,6 +385,7 @@ class PutDone(Value, frozen=True):
     news: tuple[Recorded, ...] = ()
     cancels: tuple[Peer, ...] = ()
     addresses: tuple[Address, ...] = ()  # whom the row knows to want the answer; none for a birth
+    chain: Chain = Chain()
 
 
 class PutRefused(Value, frozen=True):
@@ -413,6 +440,7 @@ class CancelAsk(Value, frozen=True):
     failure: Callable[[TaskId], bytes]
     keep: timedelta
     correlation_id: str | None = None
+    reason: str | None = None
 
 
 class Verdict(StrEnum):

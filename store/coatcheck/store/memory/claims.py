@@ -7,8 +7,10 @@ from datetime import timedelta
 
 from msgspec.structs import replace
 
-from coatcheck.store import decide
+from coatcheck.store import decide, history
+from coatcheck.store.batcher import Busy
 from coatcheck.store.decide import REQUEST_TRIGGER, Called, Closing, Found, Grant, Plan
+from coatcheck.store.history import Author
 from coatcheck.store.memory.puts import close_leftovers
 from coatcheck.store.memory.tables import (
     CallRow,
@@ -38,30 +40,45 @@ from coatcheck.store.rows import (
 
 
 def claim(
-    tables: Tables, arrivals: Sequence[Arrival], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
+    tables: Tables,
+    arrivals: Sequence[Arrival],
+    waits: bool,
+    *,
+    lease: timedelta,
+    author: Author,
+    max_history: int = MAX_HISTORY,
 ) -> list[Ruling | None]:
     calls = [tables.calls[one.call_id] for one in arrivals if one.call_id in tables.calls]
-    plan = decide.claim({call.new.call_id: _called(tables, call) for call in calls}, arrivals)
+    found = {call.new.call_id: _called(tables, call) for call in calls}
+    plan = decide.claim(found, arrivals, has_values=author.has_values)
     for closing in plan.closing.values():
         _close(tables, closing)
     for call_id, (_, arrival) in plan.progress.items():
         _move_due_time(tables, tables.calls[call_id], arrival)
-    return _apply(tables, plan, lease=lease, max_history=max_history)
+    return _apply(tables, plan, lease=lease, max_history=max_history, author=author)
 
 
 def resume(
-    tables: Tables, wakes: Sequence[Wake], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
+    tables: Tables,
+    wakes: Sequence[Wake],
+    waits: bool,
+    *,
+    lease: timedelta,
+    author: Author,
+    max_history: int = MAX_HISTORY,
 ) -> list[Ruling | None]:
     plan = decide.resume(_found(tables, (one.task_id for one in wakes)), wakes)
-    return _apply(tables, plan, lease=lease, max_history=max_history)
+    return _apply(tables, plan, lease=lease, max_history=max_history, author=author)
 
 
-def create(tables: Tables, requests: Sequence[Request], waits: bool, *, lease: timedelta) -> list[Ruling | None]:
+def create(
+    tables: Tables, requests: Sequence[Request], waits: bool, *, lease: timedelta, author: Author
+) -> list[Ruling | None]:
     born: dict[TaskId, Task] = {}
     for task_id, (one, pickups) in sorted(decide.first_pickups(requests).items(), key=lambda pair: pair[0]):
         check_birth(one.birth)
-        if task_id not in tables.tasks:
-            born[task_id] = tables.insert_birth(one.birth, trigger=REQUEST_TRIGGER, pickups=pickups, lease=lease).task
+        if task_id not in tables.tasks and not tables.left_chain(one.birth).count:  # that is left to `accept`
+            born[task_id] = _bear(tables, one.birth, pickups=pickups, lease=lease, author=author)
     return [
         None if (task := born.pop(one.birth.task_id, None)) is None else Ruling(Verdict.GRANTED, task)
         for one in requests
@@ -69,15 +86,36 @@ def create(tables: Tables, requests: Sequence[Request], waits: bool, *, lease: t
 
 
 def accept(
-    tables: Tables, requests: Sequence[Request], waits: bool, *, lease: timedelta, max_history: int = MAX_HISTORY
-) -> list[Ruling | None]:
+    tables: Tables,
+    requests: Sequence[Request],
+    waits: bool,
+    *,
+    lease: timedelta,
+    author: Author,
+    max_history: int = MAX_HISTORY,
+) -> list[Ruling | Busy | None]:
     plan = decide.accept(_found(tables, (one.birth.task_id for one in requests)), requests)
-    rulings = _apply(tables, plan, lease=lease, max_history=max_history)
+    rulings: dict[int, Ruling | Busy | None] = dict(
+        enumerate(_apply(tables, plan, lease=lease, max_history=max_history, author=author))
+    )
+    for task_id, (one, pickups) in decide.first_pickups(requests).items():
+        if task_id not in tables.tasks and tables.left_chain(one.birth).count:
+            task = _bear(tables, one.birth, pickups=pickups, lease=lease, author=author)
+            copies = [index for index, copy in enumerate(requests) if copy.birth.task_id == task_id]
+            rulings |= {index: Busy(task_id) for index in copies} | {copies[0]: Ruling(Verdict.GRANTED, task)}
     for task_id, task in plan.joined.items():
         check_address(task.addresses[-1])
         row = tables.tasks[task_id]
         tables.change(row, task=replace(row.task, addresses=task.addresses))
-    return rulings
+    return list(rulings.values())
+
+
+def _bear(tables: Tables, birth: Birth, *, pickups: int, lease: timedelta, author: Author) -> Task:
+    check_birth(birth)
+    drafts = history.of_birth(birth, has_values=author.has_values)
+    told = author.tell(birth.task_id, drafts, at=tables.left_chain(birth), epoch=1)
+    row = tables.insert_birth(birth, trigger=REQUEST_TRIGGER, pickups=pickups, lease=lease)
+    return tables.append_history(row, *told)
 
 
 def _called(tables: Tables, call: CallRow) -> Called:
@@ -94,6 +132,11 @@ def _called(tables: Tables, call: CallRow) -> Called:
         task_state=task.state,
         seq=task.seq,
         trigger=task.trigger,
+        key=new.key,
+        epoch=task.epoch,
+        history=task.history,
+        entry_count=task.entry_count,
+        head=task.head,
     )
 
 
@@ -102,10 +145,13 @@ def _found(tables: Tables, ids: Iterable[TaskId]) -> dict[TaskId, Found]:
     return {task_id: Found(task, tables.is_over(task.due_at)) for task_id, task in rows.items()}
 
 
-def _apply(tables: Tables, plan: Plan, *, lease: timedelta, max_history: int) -> list[Ruling | None]:
+def _apply(tables: Tables, plan: Plan, *, lease: timedelta, max_history: int, author: Author) -> list[Ruling | None]:
     """Write the grants and sequence numbers, and tell the granted runs what they need."""
     met = {task_id: grant for task_id, grant in plan.if_met.items() if tables.is_met(tables.tasks[task_id].waits)}
     grants = met | plan.grants
+    for task_id, telling in plan.telling.items():
+        entries, chain = telling.entries(task_id, author, is_granted=task_id in grants)
+        tables.append_history(tables.tasks[task_id], entries, chain)
     for task_id, grant in grants.items():
         seq = plan.seqs.get(task_id, tables.tasks[task_id].task.seq)
         task = _grant(tables, task_id, grant, seq=seq, lease=lease)
@@ -154,13 +200,13 @@ def _move_due_time(tables: Tables, call: CallRow, arrival: Arrival) -> None:
 # --- cancels ---
 
 
-def cancel(tables: Tables, asks: Sequence[CancelAsk], waits: bool) -> list[Ruling]:
+def cancel(tables: Tables, asks: Sequence[CancelAsk], waits: bool, *, author: Author) -> list[Ruling]:
     asked = [(_target(tables, ask), ask) for ask in asks]
     known = {target: tables.tasks[target].task for target, _ in asked if target in tables.tasks}
     plan = decide.cancel(known, asked)
     for target, ask in sorted(plan.buried.items(), key=lambda pair: pair[0]):
         _bury(tables, target, ask)
-    cancels = {target: _end(tables, *plan.ending[target]) for target in sorted(plan.ending)}
+    cancels = {target: _end(tables, *plan.ending[target], author) for target in sorted(plan.ending)}
     cancels |= {target: _closed(tables, task) for target, task in plan.ended.items() if decide.tells_peers_again(task)}
     return [decide.answer_cancel(plan, target, ask, cancels.get(target, ())) for target, ask in asked]
 
@@ -177,10 +223,12 @@ def _target(tables: Tables, ask: CancelAsk) -> TaskId:
     return min(found, key=lambda task: task.state.is_final).task_id if found else ask.task_id
 
 
-def _end(tables: Tables, task: Task, ask: CancelAsk) -> Sequence[Peer]:
+def _end(tables: Tables, task: Task, ask: CancelAsk, author: Author) -> Sequence[Peer]:
+    row = tables.tasks[task.task_id]
     seq, cancels = close_leftovers(tables, task.task_id, task.seq)
+    told = author.tell(task.task_id, history.of_cancel(task, ask), at=task.chain, epoch=task.epoch + 1)
     ended = replace(
-        task,
+        tables.append_history(row, *told),
         state=TaskState.CANCELLED,
         epoch=task.epoch + 1,
         checkpoint=task.checkpoint + 1,
@@ -191,7 +239,7 @@ def _end(tables: Tables, task: Task, ask: CancelAsk) -> Sequence[Peer]:
         finished_at=tables.now,
         updated_at=tables.now,
     )
-    tables.change(tables.tasks[task.task_id], task=ended, look_at=tables.now + decide.RESEND_AFTER, waits=())
+    tables.change(row, task=ended, look_at=tables.now + decide.RESEND_AFTER, waits=())
     return cancels
 
 

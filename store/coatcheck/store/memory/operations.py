@@ -67,7 +67,7 @@ class MemoryOperations:
 
     schema_version = operation(lambda tables: _VERSION)
     put = operation(puts.put)
-    put_locked = operation(puts.put)
+    put_locked = operation(puts.put_locked)
     claim = operation(claims.claim)
     create = operation(claims.create)
     accept = operation(claims.accept)
@@ -84,6 +84,7 @@ class MemoryOperations:
     look = operation(sweeps.look)
     next_look = operation(sweeps.next_look)
     retire = operation(sweeps.retire)
+    forget_histories = operation(sweeps.forget_histories)
     repair = operation(sweeps.repair)
     without_waker = operation(sweeps.without_waker)
     load_known = operation(queries.load_known)
@@ -96,4 +97,5 @@ class MemoryOperations:
     find_unsent = operation(queries.find_unsent)
     read_clock = operation(lambda tables: tables.now)
     task_lines = operation(queries.task_lines)
+    read_history = operation(queries.read_history)
     read_stored = operation(queries.read_stored)

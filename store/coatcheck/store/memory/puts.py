@@ -10,47 +10,63 @@ from msgspec.structs import replace
 from coatcheck.store import decide
 from coatcheck.store.batcher import Busy
 from coatcheck.store.decide import REQUEST_TRIGGER, Fence, Writing
+from coatcheck.store.history import Author
 from coatcheck.store.memory.tables import Tables, TaskRow, as_json, check_birth, check_bytes, check_text, refuse
 from coatcheck.store.rows import Again, CallState, Peer, Put, PutDone, PutRefused, Recorded, Task, TaskId, TaskState
 
 BIRTH_LEASE = timedelta(minutes=1)
 
 
-def put(tables: Tables, puts: Sequence[Put], waits: bool, *, replica: str = "") -> list[PutDone | PutRefused | Busy]:
+def put(
+    tables: Tables, puts: Sequence[Put], waits: bool, *, author: Author
+) -> list[PutDone | PutRefused | Busy | None]:
+    """Leave a birth that goes on with a history to `put_locked`, as Postgres does."""
+    first = [index for index, one in enumerate(puts) if one.birth is None or not tables.left_chain(one.birth).count]
+    answers = put_locked(tables, [puts[index] for index in first], waits, author=author)
+    found = dict(zip(first, answers, strict=True))
+    return [found.get(index) for index in range(len(puts))]
+
+
+def put_locked(
+    tables: Tables, puts: Sequence[Put], waits: bool, *, author: Author
+) -> list[PutDone | PutRefused | Busy]:
     answers: dict[int, PutDone | PutRefused | Busy] = {}
     taken: set[TaskId] = set()
     for index, one in sorted(enumerate(puts), key=lambda pair: pair[1].task_id):  # as Postgres makes and locks them
         if one.task_id in taken:
             answers[index] = Busy(one.task_id)  # two puts of one task in a batch: the second one waits its turn
             continue
-        answers[index] = answer = _put(tables, one, replica)
+        answers[index] = answer = _put(tables, one, author)
         if isinstance(answer, PutDone):
             taken.add(one.task_id)
     return [answers[index] for index in range(len(puts))]
 
 
-def _put(tables: Tables, one: Put, replica: str) -> PutDone | PutRefused:
+def _put(tables: Tables, one: Put, author: Author) -> PutDone | PutRefused:
     row = tables.tasks.get(one.task_id)
     task = None if row is None else row.task
     if one.birth is not None:
         check_birth(one.birth)
     fence = decide.fence(one, task)
     if fence is Fence.WRITE:
-        return _write(tables, one, row, replica)
+        return _write(tables, one, row, author)
     if fence is Fence.PERHAPS_IN and task is not None and _is_in(tables, one, task):
         return _answer_again(tables, one, task)
     return PutRefused(task)
 
 
-def _write(tables: Tables, one: Put, row: TaskRow | None, replica: str) -> PutDone:
+def _write(tables: Tables, one: Put, row: TaskRow | None, author: Author) -> PutDone:
     addresses = () if row is None else row.task.addresses
     if row is None:
         assert one.birth is not None
         row = tables.insert_birth(one.birth, trigger=REQUEST_TRIGGER, pickups=0, lease=BIRTH_LEASE)
     is_parked = decide.may_park(one, tables.states(decide.waits_for(one)))
-    writing = Writing(one, row.task.seq, is_parked, tables.news(one.task_id, seen=one.seen))
+    chain = row.task.chain if one.birth is None else tables.left_chain(one.birth)
+    writing = Writing(one, row.task.seq, is_parked, tables.news(one.task_id, seen=one.seen), chain=chain)
+    entries = writing.history(author)
+    tables.append_history(row, entries, writing.chain)
     cancels = _close_calls(tables, writing)
-    signed = writing.signatures(replica)
+    signed = writing.signatures(author.replica)
     for entry, seq, _ in writing.entries:
         tables.insert_entry(one.task_id, entry, checkpoint=writing.checkpoint, seq=seq, by=next(signed))
     for call, place in writing.opens:
@@ -63,7 +79,7 @@ def _write(tables: Tables, one: Put, row: TaskRow | None, replica: str) -> PutDo
         _forget(tables, one.task_id, one.end.forget)
     _update_task(tables, writing, row, seq=last)
     news = () if is_parked else tuple(writing.news)
-    return PutDone(writing.epoch, writing.checkpoint, last, is_parked, news, tuple(cancels), addresses)
+    return PutDone(writing.epoch, writing.checkpoint, last, is_parked, news, tuple(cancels), addresses, writing.chain)
 
 
 def close_leftovers(tables: Tables, task_id: TaskId, seq: int) -> tuple[int, list[Peer]]:
@@ -140,7 +156,7 @@ def _answer_again(tables: Tables, one: Put, task: Task) -> PutDone:
         if call.state is CallState.CLOSED and call.new.kind.has_listener and (call.seq or 0) > one.seen
     ]
     cancels = tuple(peer for _, peer in sorted(closed, key=lambda pair: pair[0] or 0))
-    return PutDone(task.epoch, task.checkpoint, task.seq, is_parked, tuple(news), cancels, task.addresses)
+    return PutDone(task.epoch, task.checkpoint, task.seq, is_parked, tuple(news), cancels, task.addresses, task.chain)
 
 
 def _own_entries(tables: Tables, task: Task) -> list[Recorded]:

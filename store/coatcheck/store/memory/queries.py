@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import Stored, in_order
 from coatcheck.store.memory.tables import CallRow, EntryRow, Tables, TaskRow, check_text, earliest
 from coatcheck.store.rows import CallState, Known, Task, TaskId, TaskState
@@ -94,6 +95,10 @@ def find_unsent(tables: Tables, *, grace: timedelta) -> list[Backlog]:
     old = {peer: [at for at in since if at < before] for peer, since in since_by_peer.items()}
     peers = sorted((peer for peer, since in old.items() if since), key=lambda peer: (peer is None, peer or ""))
     return [Backlog(peer, len(old[peer]), tables.now - min(old[peer])) for peer in peers]
+
+
+def read_history(tables: Tables, task_id: UUID) -> list[HistoryEntry]:
+    return list(tables.history.get(TaskId(task_id), ()))
 
 
 def load_known(tables: Tables, ids: Collection[TaskId]) -> dict[TaskId, Known]:

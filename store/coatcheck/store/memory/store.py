@@ -20,13 +20,16 @@ class MemoryStore(Store):
 
     def __init__(
         self, tables: Tables, *, lease: timedelta = timedelta(seconds=60), observe: Observe | None = None,
-        begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "",
+        begins: bool = False, max_history: int = MAX_HISTORY, replica: str = "", keeps_values: bool = False,
     ) -> None:  # fmt: skip
         """`begins` makes no difference here: an operation is one step, and there is nothing to be in doubt about."""
         self.tables = tables
         # By its name at each call: a test puts a slower one in its place.
         self._rows = MemoryOperations(tables, transact=lambda work: self._transact(work))  # noqa: PLW0108
-        super().__init__(self._rows, lease=lease, observe=observe, max_history=max_history, replica=replica)
+        super().__init__(
+            self._rows, lease=lease, observe=observe, max_history=max_history, replica=replica,
+            keeps_values=keeps_values,
+        )  # fmt: skip
 
     async def _transact(self, work: Callable[[Tables], T]) -> T:
         """Do one operation, all of it or nothing. The only way to the tables."""

@@ -9,8 +9,10 @@ from uuid import UUID
 
 from msgspec.structs import replace
 
-from coatcheck.store import decide
+from coatcheck.store import decide, history
 from coatcheck.store.blobs import is_damaged
+from coatcheck.store.chain import HistoryEntry
+from coatcheck.store.history import Author
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, check_text, earliest
 from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, TaskId, TaskState
 from coatcheck.store.views import LookedAt, Renewal, Renewed, Retention
@@ -53,12 +55,26 @@ def next_look(tables: Tables) -> timedelta | None:
     return None if first is None else first - tables.now
 
 
-def retire(tables: Tables, *, limit: int, keep: Retention) -> int:
+def retire(tables: Tables, *, limit: int, keep: Retention, author: Author) -> int:
     over = [row.task for row in tables.tasks.values() if _may_go(tables, row, keep)]
     over.sort(key=lambda task: (task.state, task.finished_at or tables.now))
     for task in over[:limit]:
+        drafts = history.of_pruning(task.history, task.state)
+        told = author.tell(task.task_id, drafts, at=task.chain, epoch=task.epoch)
+        tables.append_history(tables.tasks[task.task_id], *told)
         tables.delete_task(task.task_id)
     return len(over[:limit])
+
+
+def forget_histories(tables: Tables, *, limit: int, before: datetime) -> int:
+    over = [task_id for task_id, told in tables.history.items() if told and _is_left(told[-1], before)][:limit]
+    for task_id in over:
+        tables.delete_history(task_id)
+    return len(over)
+
+
+def _is_left(last: HistoryEntry, before: datetime) -> bool:
+    return last.kind == history.PRUNED and last.at <= before
 
 
 def repair(tables: Tables, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:

@@ -7,7 +7,7 @@ raises. Rows refuse what the schema refuses, by the same names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from coatcheck.errors import Rejected
 from coatcheck.store import decide
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.documents import from_json, to_json
 from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import (
@@ -25,7 +26,9 @@ from coatcheck.store.rows import (
     Caller,
     CallId,
     CallState,
+    Chain,
     Group,
+    HistoryLevel,
     Known,
     NewCall,
     NewEntry,
@@ -121,6 +124,8 @@ class Tables:
         self.calls: dict[CallId, CallRow] = {}
         self.calls_of: dict[TaskId, list[CallRow]] = {}
         self.entries_of: dict[TaskId, list[EntryRow]] = {}
+        self.history: dict[TaskId, list[HistoryEntry]] = {}
+        """It outlives its task."""
         self._undo: list[Callable[[], object]] = []
 
     def atomically(self, work: Callable[[Tables], T]) -> T:
@@ -189,6 +194,28 @@ class Tables:
         self.entries_of[task_id].append(row)
         self._undo.append(self.entries_of[task_id].pop)
         return row
+
+    def append_history(self, row: TaskRow, entries: Sequence[HistoryEntry], chain: Chain) -> Task:
+        """Append to a task's history, which stands at `chain` then. Gives the task as it is now."""
+        if entries:
+            told = self.history.setdefault(row.task.task_id, [])
+            for entry in entries:
+                check_text(entry.kind, entry.actor, entry.key)
+                if entry.number != len(told) + 1:
+                    refuse("history_pkey", "23505")
+                told.append(entry)
+                self._undo.append(told.pop)
+            self.change(row, task=replace(row.task, entry_count=chain.count, head=chain.head))
+        return row.task
+
+    def delete_history(self, task_id: TaskId) -> None:
+        told = self.history.pop(task_id)
+        self._undo.append(partial(self.history.__setitem__, task_id, told))
+
+    def left_chain(self, birth: Birth) -> Chain:
+        """Where the history of a new task begins: an earlier task of its id may have left one."""
+        left = self.history.get(birth.task_id) if birth.history is not HistoryLevel.OFF else None
+        return Chain(birth.history, left[-1].number, left[-1].hash) if left else Chain(birth.history)
 
     def insert_birth(self, birth: Birth, *, trigger: str, pickups: int, lease: timedelta) -> TaskRow:
         due_at = self.now + lease

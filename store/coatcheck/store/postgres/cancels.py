@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from coatcheck.store import decide
+from coatcheck.store import decide, history
 from coatcheck.store.batcher import Busy
+from coatcheck.store.history import Author
 from coatcheck.store.kinds import KINDS
 from coatcheck.store.postgres.connection import Connection
 from coatcheck.store.postgres.database import columns, rows
+from coatcheck.store.postgres.histories import Told, tell
 from coatcheck.store.postgres.records import lock_tasks, peer_of
 from coatcheck.store.postgres.sql import STATEMENTS
 from coatcheck.store.rows import CancelAsk, Peer, Ruling, Task, TaskId
 
 
-async def cancel(connection: Connection, asks: Sequence[CancelAsk], waits: bool) -> Sequence[Ruling | Busy]:
+async def cancel(
+    connection: Connection, asks: Sequence[CancelAsk], waits: bool, *, author: Author
+) -> Sequence[Ruling | Busy]:
     """End unfinished tasks as cancelled; bury those that no row knows."""
     await connection.begin()
     asked = list(zip(await _targets(connection, asks), asks, strict=True))
     buried = await _bury(connection, decide.cancel({}, asked).buried)
     found, _ = await lock_tasks(connection, (target for target, _ in asked if target not in buried), waits=waits)
     plan = decide.cancel({target: seen.task for target, seen in found.items()}, asked)
-    cancels = await _end(connection, plan.ending)
+    cancels = await _end(connection, plan.ending, author)
     await _find_peers_again(connection, plan.ended.values(), cancels)
     return [
         Busy(target)
@@ -52,7 +56,7 @@ async def _bury(connection: Connection, asks: Mapping[TaskId, CancelAsk]) -> set
 
 
 async def _end(
-    connection: Connection, ending: Mapping[TaskId, tuple[Task, CancelAsk]]
+    connection: Connection, ending: Mapping[TaskId, tuple[Task, CancelAsk]], author: Author
 ) -> defaultdict[TaskId, list[Peer]]:
     """End these tasks, which are locked, as their asks say. Gives the calls whose peers should hear of it."""
     cancels: defaultdict[TaskId, list[Peer]] = defaultdict(list)
@@ -64,11 +68,16 @@ async def _end(
         seqs[row["task_id"]] += 1
         if KINDS[row["kind"]].has_listener:
             cancels[row["task_id"]].append(peer_of(row))
-    items = [(one, ask.failure(one), ask.keep.total_seconds(), seqs[one]) for one, (_, ask) in ending.items()]
-    cancelled = columns(("id", "value", "keep_s", "seq"), items) | {
+    items, told = [], list[Told]()
+    for one, (task, ask) in ending.items():
+        entries, chain = author.tell(one, history.of_cancel(task, ask), at=task.chain, epoch=task.epoch + 1)
+        told += [Told(one, entry) for entry in entries]
+        items.append((one, ask.failure(one), ask.keep.total_seconds(), seqs[one], chain.count, chain.head))
+    cancelled = columns(("id", "value", "keep_s", "seq", "entry_count", "head"), items) | {
         "resend_after_s": decide.RESEND_AFTER.total_seconds()
     }
     await connection.execute(STATEMENTS["cancel_tasks"], cancelled)
+    await tell(connection, told)
     return cancels
 
 

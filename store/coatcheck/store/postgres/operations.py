@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from coatcheck.store.migrate import schema_version as version_of_tables
-from coatcheck.store.postgres import cancels, claims, puts, queries, records, sweeps
+from coatcheck.store.postgres import cancels, claims, histories, puts, queries, records, sweeps
 from coatcheck.store.postgres.connection import Connection
 from coatcheck.store.postgres.database import Database
 
@@ -63,6 +63,7 @@ class PostgresOperations:
     look = operation(sweeps.look)
     next_look = operation(sweeps.next_look)
     retire = operation(sweeps.retire)
+    forget_histories = operation(sweeps.forget_histories)
     repair = operation(sweeps.repair)
     without_waker = operation(sweeps.without_waker)
     load_known = operation(records.load_known)
@@ -75,4 +76,5 @@ class PostgresOperations:
     find_unsent = operation(queries.find_unsent)
     read_clock = operation(queries.read_clock)
     task_lines = operation(queries.task_lines)
+    read_history = operation(histories.read_history)
     read_stored = operation(queries.read_stored)

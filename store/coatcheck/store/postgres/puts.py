@@ -27,15 +27,18 @@ from coatcheck.store import decide
 from coatcheck.store.batcher import Busy
 from coatcheck.store.decide import Fence, Writing
 from coatcheck.store.documents import to_json
+from coatcheck.store.history import Author
 from coatcheck.store.kinds import KINDS
 from coatcheck.store.postgres.connection import Connection
 from coatcheck.store.postgres.database import columns, rows
+from coatcheck.store.postgres.histories import Told, find_chains, told_values
 from coatcheck.store.postgres.records import CALL_STATES, addresses_of, lock_tasks, peer_of, recorded_of
 from coatcheck.store.postgres.sql import PARTS, STATEMENTS
-from coatcheck.store.postgres.task_inserts import STANDING_COLUMNS, birth_values, standing_row
+from coatcheck.store.postgres.task_inserts import STANDING_COLUMNS, NewTask, birth_values, standing_row
 from coatcheck.store.rows import (
     CallId,
     CallState,
+    Chain,
     NewCall,
     NewEntry,
     Park,
@@ -59,33 +62,38 @@ CALL_NAMES = (
 CLOSE_NAMES = ("x_id", "x_task_id", "x_seq")
 WAIT_NAMES = ("m_id", "m_number", "m_need", "m_call_id")
 FORGET_NAMES = ("f_task_id", "f_key")
+CHAIN_NAMES = ("u_entry_count", "u_head")
 UPDATE_NAMES = tuple(f"u_{it}" for it in ("id", "epoch", "follows", "seen", "is_progress", *STANDING_COLUMNS))
 
 
-async def put(connection: Connection, puts: Sequence[Put], waits: bool, *, replica: str) -> Sequence[PutDone | None]:
+async def put(connection: Connection, puts: Sequence[Put], waits: bool, *, author: Author) -> Sequence[PutDone | None]:
     """Write the puts whose rows stand as their runs believe; None: not written, `put_locked` will know why."""
     first: dict[TaskId, Writing] = {}
     for one in puts:
         if one.task_id not in first:
-            first[one.task_id] = Writing(one, one.seen, is_parked=decide.may_park(one, {}))
-    done = await _write(connection, first, replica)
+            chain = one.chain if one.birth is None else Chain(one.birth.history)
+            first[one.task_id] = Writing(one, one.seen, is_parked=decide.may_park(one, {}), chain=chain)
+    done = await _write(connection, first, author)
     return [done.pop(one.task_id, None) for one in puts]  # of two puts of one task, the second one waits its turn
 
 
 async def put_locked(
-    connection: Connection, puts: Sequence[Put], waits: bool, *, replica: str
+    connection: Connection, puts: Sequence[Put], waits: bool, *, author: Author
 ) -> Sequence[PutDone | PutRefused | Busy]:
     """Write a batch of puts under their tasks' locks; the answers come in the order of the puts."""
     await connection.begin()
     answers: dict[int, PutDone | PutRefused | Busy] = {}
-    passed = await _fence(connection, puts, waits, answers)
+    passed, chains = await _fence(connection, puts, waits, answers)
     news = await _read_news(connection, passed.values())
     states = await _read_states(connection, [one for one, _ in passed.values()])
+    chains |= await find_chains(connection, [one.birth for one, _ in passed.values() if one.birth is not None])
     writing = {
-        one.task_id: Writing(one, seen, decide.may_park(one, states), news.get(one.task_id, []))
+        one.task_id: Writing(
+            one, seen, decide.may_park(one, states), news.get(one.task_id, []), chain=chains[one.task_id]
+        )
         for one, seen in passed.values()
     }
-    done = await _write(connection, writing, replica)
+    done = await _write(connection, writing, author)
     for index, (one, _) in passed.items():
         # A birth that waited for another one of its id finds that one's row at its next turn.
         answers[index] = done.get(one.task_id) or Busy(one.task_id)
@@ -97,8 +105,10 @@ async def put_locked(
 
 async def _fence(
     connection: Connection, puts: Sequence[Put], waits: bool, answers: dict[int, PutDone | PutRefused | Busy]
-) -> dict[int, tuple[Put, int]]:
-    """Lock the tasks, and let through only what follows the rows as they stand: each put with the number it follows."""
+) -> tuple[dict[int, tuple[Put, int]], dict[TaskId, Chain]]:
+    """Lock the tasks, and let through only what follows the rows as they stand: each put with the number it follows.
+    Besides, where the tasks' histories stand.
+    """
     found, busy = await lock_tasks(connection, (one.task_id for one in puts), waits=waits)
     passed: dict[int, tuple[Put, int]] = {}
     taken: set[TaskId] = set()
@@ -117,7 +127,7 @@ async def _fence(
             answers[index] = PutRefused(task)
             continue
         taken.add(one.task_id)
-    return passed
+    return passed, {task_id: seen.task.chain for task_id, seen in found.items()}
 
 
 async def _is_in(connection: Connection, one: Put, task: Task) -> bool:
@@ -136,7 +146,7 @@ async def _answer_again(connection: Connection, one: Put, task: Task) -> PutDone
     closed = await rows(connection, STATEMENTS["closed_since"], id=one.task_id, seen=one.seen)
     cancels = tuple([peer_of(row) for row in closed])
     told = () if is_parked else tuple(news)
-    return PutDone(task.epoch, task.checkpoint, task.seq, is_parked, told, cancels, task.addresses)
+    return PutDone(task.epoch, task.checkpoint, task.seq, is_parked, told, cancels, task.addresses, task.chain)
 
 
 async def _read_news(connection: Connection, passed: Iterable[tuple[Put, int]]) -> dict[TaskId, list[Recorded]]:
@@ -160,9 +170,9 @@ async def _read_states(connection: Connection, puts: Iterable[Put]) -> Mapping[C
 # --- the statement ---
 
 
-async def _write(connection: Connection, writing: Mapping[TaskId, Writing], replica: str) -> dict[TaskId, PutDone]:
+async def _write(connection: Connection, writing: Mapping[TaskId, Writing], author: Author) -> dict[TaskId, PutDone]:
     """Write what its precondition lets pass. Gives the answers to what was written."""
-    parts, values = _parts(writing.values(), replica)
+    parts, values = _parts(writing.values(), author)
     if not parts:
         return {}
     seqs: dict[TaskId, int] = {}
@@ -184,27 +194,30 @@ async def _write(connection: Connection, writing: Mapping[TaskId, Writing], repl
             news=() if one.is_parked else tuple(one.news),
             cancels=tuple(cancels.get(task_id, ())),
             addresses=() if addresses[task_id] is None else addresses_of(addresses[task_id]),
+            chain=one.chain,
         )
         for task_id, one in writing.items()
         if task_id in seqs
     }
 
 
-def _parts(writing: Iterable[Writing], replica: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _parts(writing: Iterable[Writing], author: Author) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The parts that have something to write, and the values they take."""
     rows_of: dict[str, list[Any]] = {
-        name: [] for name in ("birth", "update", "wait", "close", "entry", "call", "forget")
+        name: [] for name in ("birth", "update", "chain", "wait", "close", "entry", "call", "forget", "told")
     }
     for one in writing:
-        _add_rows(rows_of, one, replica)
+        _add_rows(rows_of, one, author)
     births, updates, forgets = rows_of["birth"], rows_of["update"], rows_of["forget"]
     has = {"born": births, "met": rows_of["wait"], "held": updates, "closed": rows_of["close"]}
     has |= {"entries": rows_of["entry"], "calls": rows_of["call"], "leftover": updates, "forgotten": forgets}
-    has |= {"forgotten_entries": forgets, "updated": updates}
+    has |= {"forgotten_entries": forgets, "history": rows_of["told"], "updated": updates}
     values: dict[str, Any] = {"closing": [close[0] for close in rows_of["close"]], "f_task_id": [], "f_key": []}
     values["resend_after_s"] = decide.RESEND_AFTER.total_seconds()
     if births:
         values |= birth_values(births, checkpoint=1)
+    if rows_of["told"]:
+        values |= told_values(rows_of["told"]) | columns(CHAIN_NAMES, rows_of["chain"])
     for column_names, items in (
         (UPDATE_NAMES, updates),
         (ENTRY_NAMES, rows_of["entry"]),
@@ -218,19 +231,22 @@ def _parts(writing: Iterable[Writing], replica: str) -> tuple[tuple[str, ...], d
     return tuple([part for part, items in has.items() if items]), values
 
 
-def _add_rows(rows_of: dict[str, list[Any]], one: Writing, replica: str) -> None:
+def _add_rows(rows_of: dict[str, list[Any]], one: Writing, author: Author) -> None:
     put = one.put
     task_id = put.task_id
     standing = standing_row(one.standing, seq=one.seq, progress=put.progress)
+    told = one.history(author)
+    rows_of["told"] += [Told(task_id, entry) for entry in told]
     if put.birth is not None:
-        rows_of["birth"].append((put.birth, 0, standing))
+        rows_of["birth"].append(NewTask(put.birth, 0, standing, one.chain, told[0].number if told else None))
     else:
         fence = (task_id, put.epoch, put.follows, one.seen, decide.shows_progress(put))
         rows_of["update"].append((*fence, *standing))
+        rows_of["chain"].append((one.chain.count, one.chain.head) if told else (None, None))
         if one.is_parked:
             rows_of["wait"] += [(task_id, *member) for member in _members(put)]
     rows_of["close"] += [(call_id, task_id, seq) for call_id, seq in one.closes]
-    signed = one.signatures(replica)
+    signed = one.signatures(author.replica)
     rows_of["entry"] += [(*_entry_row(one, *entry), *next(signed)) for entry in one.entries]
     rows_of["call"] += [(*_call_row(one, *call), *next(signed)) for call in one.opens]
     rows_of["forget"] += [(task_id, key) for key in decide.forgotten(put)]
@@ -290,6 +306,8 @@ def _statement(parts: tuple[str, ...]) -> TextClause:
     clauses = []
     for one in parts:
         body = PARTS[f"put_{one}"].replace("{unless_met}", unless_met)
+        for hole in ("chain_arrays", "chain_names", "chain_set"):
+            body = body.replace(f"{{{hole}}}", PARTS[f"put_{hole}"] if "history" in parts else "")
         clauses.append(f"{one} AS {'MATERIALIZED ' if one == 'held' else ''}({body})")
         if one == last_fence:
             clauses.append(f"writing AS MATERIALIZED ({written})")

@@ -46,6 +46,16 @@ LATERAL (SELECT known.*, sum(octet_length(known.value)) OVER () AS size
                    FROM coatcheck.call WHERE task_id = t.id AND NOT is_forgotten)
              AS known(key, kind, name, digest, seq, state, value, call_id, due_at)) AS h
 
+-- part: insert_history
+-- Entries of histories, all of one replica.
+INSERT INTO coatcheck.history (task_id, number, at, epoch, kind, actor, key, data, digest, hash, replica)
+SELECT t_task_id, number, at, epoch, kind, actor, key, data, digest, hash, CAST(:t_replica AS text)
+  FROM unnest(CAST(:t_task_id AS uuid[]), CAST(:t_number AS integer[]), CAST(:t_at AS timestamptz[]),
+              CAST(:t_epoch AS integer[]), CAST(:t_kind AS text[]), CAST(:t_actor AS text[]), CAST(:t_key AS text[]),
+              CAST(:t_data AS bytea[]), CAST(:t_digest AS bytea[]), CAST(:t_hash AS bytea[]),
+              CAST(:t_if_granted AS boolean[]))
+    AS t(t_task_id, number, at, epoch, kind, actor, key, data, digest, hash, if_granted)
+
 -- part: is_met
 -- A group's wait is over at `need` successes, or when that many are out of reach; without a need, when all have ended.
 CASE WHEN need IS NULL THEN still_open = 0 ELSE ok >= need OR ok + still_open < need END
@@ -84,15 +94,17 @@ SELECT {peer_columns} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.ta
 
 -- part: insert_births
 -- A row is made no later than its task ends: the column's own default is worked out last, and would come after the end.
+-- A task whose id had a task before is born only where it goes on with the history of that one: `first_entry`.
 -- ON CONFLICT alone would wait for the transaction that updates a row that is there already; such a row is left to the
 -- locks. What is still waited for is another birth of the same id that is not committed yet.
 INSERT INTO coatcheck.task AS t (id, service, handler, version, identity, digest, correlation_id, request, addresses,
                                  traceparent, tracestate, caller_subject, caller_claims, deadline_at, history, epoch,
-                                 checkpoint, pickups, state, seq, attempt, trigger, wait_calls, wait_groups, wait_needs, value,
-                                 traceback, progress, due_at, look_at, finished_at, created_at)
+                                 entry_count, head, checkpoint, pickups, state, seq, attempt, trigger, wait_calls,
+                                 wait_groups, wait_needs, value, traceback, progress, due_at, look_at, finished_at,
+                                 created_at)
 SELECT id, service, handler, version, identity, digest, correlation_id, request, addresses::jsonb, traceparent,
-       tracestate, caller_subject, caller_claims::jsonb, deadline_at, history, 1, CAST(:checkpoint AS integer), pickups,
-       state, seq, CASE WHEN state = 'retrying' THEN 2 ELSE 1 END,
+       tracestate, caller_subject, caller_claims::jsonb, deadline_at, history, 1, entry_count, head,
+       CAST(:checkpoint AS integer), pickups, state, seq, CASE WHEN state = 'retrying' THEN 2 ELSE 1 END,
        CASE WHEN is_final OR NOT is_detached THEN 'request' END,
        wait_calls::uuid[], wait_groups::integer[], wait_needs::integer[], value, traceback, progress::jsonb,
        clock_timestamp() + due_s * interval '1 s',
@@ -105,20 +117,37 @@ SELECT id, service, handler, version, identity, digest, correlation_id, request,
                       CAST(:correlation_id AS text[]), CAST(:request AS bytea[]), CAST(:addresses AS text[]),
                       CAST(:traceparent AS text[]), CAST(:tracestate AS text[]), CAST(:caller_subject AS text[]),
                       CAST(:caller_claims AS text[]), CAST(:deadline_at AS timestamptz[]), CAST(:history AS smallint[]),
+                      CAST(:first_entry AS integer[]), CAST(:entry_count AS integer[]), CAST(:head AS bytea[]),
                       CAST(:pickups AS integer[]),
                       CAST(:state AS text[]), CAST(:seq AS integer[]), CAST(:is_detached AS boolean[]),
                       CAST(:wait_calls AS text[]), CAST(:wait_groups AS text[]), CAST(:wait_needs AS text[]),
                       CAST(:value AS bytea[]), CAST(:traceback AS text[]), CAST(:progress AS text[]),
                       CAST(:due_s AS float8[]))
             AS u(id, service, handler, version, identity, digest, correlation_id, request, addresses, traceparent,
-                 tracestate, caller_subject, caller_claims, deadline_at, history, pickups, state, seq, is_detached, wait_calls,
-                 wait_groups, wait_needs, value, traceback, progress, due_s)) AS u
+                 tracestate, caller_subject, caller_claims, deadline_at, history, first_entry, entry_count, head, pickups, state, seq,
+                 is_detached, wait_calls, wait_groups, wait_needs, value, traceback, progress, due_s)) AS u
  WHERE NOT EXISTS (SELECT FROM coatcheck.task t WHERE t.id = u.id)
+   AND NOT EXISTS (SELECT FROM coatcheck.history h WHERE h.task_id = u.id AND h.number = u.first_entry)
  ORDER BY id
 ON CONFLICT (id) DO NOTHING
 
 -- name: create
 {insert_births} RETURNING {task_columns}
+
+-- name: create_telling
+-- The same, with what their histories begin with.
+WITH born AS ({insert_births} RETURNING {task_columns}),
+told AS ({insert_history} WHERE t_task_id IN (SELECT id FROM born))
+SELECT * FROM born
+
+-- name: lock_chains
+-- No other birth of these ids goes on with their histories, and no sweeper removes them, until this transaction ends.
+SELECT pg_advisory_xact_lock(hashtextextended(id::text, 0)) FROM unnest(CAST(:ids AS uuid[])) AS u(id) ORDER BY id
+
+-- name: last_entries
+-- Where the histories stand that tasks of these ids have left behind.
+SELECT DISTINCT ON (task_id) task_id, number, hash FROM coatcheck.history
+ WHERE task_id = ANY(CAST(:ids AS uuid[])) ORDER BY task_id, number DESC
 
 -- name: add_addresses
 UPDATE coatcheck.task t SET addresses = u.addresses::jsonb
@@ -137,7 +166,7 @@ SELECT FROM coatcheck.call WHERE id = ANY(CAST(:ids AS uuid[])) ORDER BY id FOR 
 -- name: called
 -- The columns are those of `decide.Called`.
 SELECT c.id, c.task_id, c.kind, c.peer, c.state, c.due_at <= clock_timestamp(), t.xmin, t.service, t.state, t.seq,
-       t.trigger
+       t.trigger, c.key, t.epoch, t.history, t.entry_count, t.head
   FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.task_id
  WHERE c.id = ANY(CAST(:ids AS uuid[]))
 
@@ -153,7 +182,7 @@ UPDATE coatcheck.call c
  WHERE c.id = u.id
 RETURNING c.id
 
--- name: apply_plan
+-- part: apply_plan
 -- Close calls, wake tasks whose wait is over, grant those that are taken over. All of a task's replies are written, or
 -- none: the one that would be left out may be the one that is to run the task.
 -- No two of the lists here are joined: the planner takes each for a row or ten, and would go through one for every row
@@ -165,7 +194,7 @@ WITH
 held AS MATERIALIZED (
     SELECT u.*, coalesce(u.seq - t.seq, 0) AS call_count, t.state, t.wait_calls, t.wait_groups, t.wait_needs
       FROM unnest(CAST(:id AS uuid[]), CAST(:version AS xid[]), CAST(:seq AS integer[]), CAST(:trigger AS text[]),
-                  CAST(:takes_over AS boolean[])) AS u(id, version, seq, trigger, takes_over)
+                  CAST(:takes_over AS boolean[]){chain_arrays}) AS u(id, version, seq, trigger, takes_over{chain_names})
       JOIN coatcheck.task t ON t.id = u.id
      WHERE t.xmin = u.version ORDER BY t.id FOR UPDATE OF t SKIP LOCKED),
 -- The calls to be closed, locked. A progress may just have moved the due time of one whose timeout was read to be due.
@@ -201,19 +230,19 @@ met AS MATERIALIZED (
      WHERE {is_met}),
 -- The tasks that wait on, or whose live run will find the reply.
 recorded AS (
-    UPDATE coatcheck.task t SET seq = r.seq, updated_at = clock_timestamp()
+    UPDATE coatcheck.task t SET seq = r.seq, {recorded_chain} updated_at = clock_timestamp()
       FROM ready AS r
      WHERE t.id = r.id AND r.seq IS NOT NULL AND NOT r.takes_over AND r.id NOT IN (SELECT id FROM met)),
 granted AS (
     UPDATE coatcheck.task t
-       SET state = 'running', epoch = t.epoch + 1, trigger = r.trigger, seq = coalesce(r.seq, t.seq),
+       SET state = 'running', epoch = t.epoch + 1, trigger = r.trigger, seq = coalesce(r.seq, t.seq), {granted_chain}
            pickups = t.pickups + 1, wait_calls = NULL, wait_groups = NULL, wait_needs = NULL,
            updated_at = clock_timestamp(),
            due_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s',
            look_at = clock_timestamp() + CAST(:lease_s AS float8) * interval '1 s'
       FROM ready AS r
      WHERE t.id = r.id AND (r.takes_over OR r.id IN (SELECT id FROM met))
-    RETURNING {task_columns})
+    RETURNING {task_columns}){told}
 SELECT t.*, {no_known} FROM granted AS t
  UNION ALL
 SELECT t.id, {no_task}, h.key, h.kind, h.name, h.digest, h.seq, h.state,
@@ -223,6 +252,27 @@ SELECT t.id, {no_task}, h.key, h.kind, h.name, h.digest, h.seq, h.state,
   FROM granted AS t CROSS JOIN {known_of_task}
  UNION ALL
 SELECT id, {no_task}, {no_known} FROM ready WHERE (id IN (SELECT id FROM granted)) IS NOT TRUE
+
+
+-- What a plan that appends to histories holds besides. A history tells of a grant only if it came about.
+
+-- part: plan_chain_arrays
+, CAST(:entry_count AS integer[]), CAST(:head AS bytea[]), CAST(:granted_count AS integer[]),
+CAST(:granted_head AS bytea[])
+
+-- part: plan_chain_names
+, entry_count, head, granted_count, granted_head
+
+-- part: plan_recorded_chain
+entry_count = coalesce(r.entry_count, t.entry_count), head = coalesce(r.head, t.head),
+
+-- part: plan_granted_chain
+entry_count = coalesce(r.granted_count, t.entry_count), head = coalesce(r.granted_head, t.head),
+
+-- part: plan_told
+, told AS (
+    {insert_history}
+     WHERE t_task_id IN (SELECT id FROM ready) AND (NOT if_granted OR t_task_id IN (SELECT id FROM granted)))
 
 
 -- ===== what a run writes =====
@@ -249,9 +299,9 @@ SELECT u.*, u.state IN ('done', 'failed') AS is_final, t.addresses
               CAST(:u_seen AS integer[]), CAST(:u_is_progress AS boolean[]), CAST(:u_state AS text[]),
               CAST(:u_seq AS integer[]), CAST(:u_is_detached AS boolean[]), CAST(:u_wait_calls AS text[]),
               CAST(:u_wait_groups AS text[]), CAST(:u_wait_needs AS text[]), CAST(:u_value AS bytea[]),
-              CAST(:u_traceback AS text[]), CAST(:u_progress AS text[]), CAST(:u_due_s AS float8[]))
+              CAST(:u_traceback AS text[]), CAST(:u_progress AS text[]), CAST(:u_due_s AS float8[]){chain_arrays})
     AS u(id, epoch, follows, seen, is_progress, state, seq, is_detached, wait_calls, wait_groups, wait_needs,
-         value, traceback, progress, due_s)
+         value, traceback, progress, due_s{chain_names})
   JOIN coatcheck.task t ON t.id = u.id
  WHERE t.state = 'running' AND t.epoch = u.epoch AND t.checkpoint = u.follows AND t.seq = u.seen
        {unless_met}
@@ -317,6 +367,19 @@ UPDATE coatcheck.journal j SET is_forgotten = true
   FROM unnest(CAST(:f_task_id AS uuid[]), CAST(:f_key AS text[])) AS u(task_id, key)
  WHERE j.task_id = u.task_id AND j.key = u.key AND NOT j.is_ok AND u.task_id IN (SELECT id FROM writing)
 
+-- part: put_history
+{insert_history} WHERE t_task_id IN (SELECT id FROM writing)
+
+-- part: put_chain_arrays
+-- What a put that appends to histories holds besides.
+, CAST(:u_entry_count AS integer[]), CAST(:u_head AS bytea[])
+
+-- part: put_chain_names
+, entry_count, head
+
+-- part: put_chain_set
+entry_count = coalesce(u.entry_count, t.entry_count), head = coalesce(u.head, t.head),
+
 -- part: put_updated
 -- What the row alone knows is taken from it: `decide.Standing.trigger_after` and `look_after` say the same.
 UPDATE coatcheck.task t SET
@@ -327,7 +390,7 @@ UPDATE coatcheck.task t SET
        wait_calls = u.wait_calls::uuid[], wait_groups = u.wait_groups::integer[],
        wait_needs = u.wait_needs::integer[],
        value = coalesce(u.value, t.value), traceback = coalesce(u.traceback, t.traceback),
-       progress = coalesce(u.progress::jsonb, t.progress),
+       progress = coalesce(u.progress::jsonb, t.progress), {chain_set}
        due_at = clock_timestamp() + u.due_s * interval '1 s',
        look_at = clock_timestamp() + CASE WHEN NOT u.is_final THEN u.due_s
                                           WHEN u.is_detached OR t.trigger IS NULL
@@ -398,15 +461,23 @@ SELECT id, service, '', 'cancelled', 0, '', '', value, true, clock_timestamp() +
 ON CONFLICT (id) DO NOTHING
 RETURNING id
 
+-- name: history
+SELECT number, kind, at, replica, epoch, actor, key, data, digest, hash FROM coatcheck.history
+ WHERE task_id = CAST(:id AS uuid) ORDER BY number
+
+-- name: tell
+{insert_history}
+
 -- name: cancel_tasks
 UPDATE coatcheck.task t
    SET state = 'cancelled', epoch = t.epoch + 1, checkpoint = t.checkpoint + 1, seq = u.seq, value = u.value,
+       entry_count = u.entry_count, head = u.head,
        trigger = NULL, wait_calls = NULL, wait_groups = NULL, wait_needs = NULL,
        due_at = clock_timestamp() + u.keep_s * interval '1 s',
        look_at = clock_timestamp() + CAST(:resend_after_s AS float8) * interval '1 s',
        finished_at = clock_timestamp(), updated_at = clock_timestamp()
-  FROM unnest(CAST(:id AS uuid[]), CAST(:value AS bytea[]), CAST(:keep_s AS float8[]), CAST(:seq AS integer[]))
-    AS u(id, value, keep_s, seq)
+  FROM unnest(CAST(:id AS uuid[]), CAST(:value AS bytea[]), CAST(:keep_s AS float8[]), CAST(:seq AS integer[]),
+              CAST(:entry_count AS integer[]), CAST(:head AS bytea[])) AS u(id, value, keep_s, seq, entry_count, head)
  WHERE t.id = u.id
 
 -- name: close_leftovers
@@ -474,7 +545,7 @@ SELECT extract(epoch FROM least(
 
 -- part: tasks_to_retire
 -- One for each state: they are kept for different times, and each is read off the end of the index.
-SELECT id FROM coatcheck.task
+SELECT id, state, epoch, history, entry_count, head FROM coatcheck.task
  WHERE state = '{state}' AND finished_at <= statement_timestamp() - CAST(:keep_s AS float8) * interval '1 s'
    AND look_at IS NULL
    AND NOT EXISTS (SELECT FROM coatcheck.call c WHERE c.task_id = task.id AND c.state = 'open')
@@ -488,6 +559,24 @@ DELETE FROM coatcheck.journal WHERE task_id = ANY(CAST(:ids AS uuid[]))
 
 -- name: delete_tasks
 DELETE FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))
+
+-- name: histories_to_forget
+-- Those whose last entry says that their task was removed, so long ago.
+SELECT task_id FROM coatcheck.history h
+ WHERE kind = 'pruned' AND at <= CAST(:before AS timestamptz)
+   AND NOT EXISTS (SELECT FROM coatcheck.history l WHERE l.task_id = h.task_id AND l.number > h.number)
+ LIMIT CAST(:limit AS integer)
+
+-- name: lock_free_chains
+-- Those of which no task is just born again.
+SELECT id FROM unnest(CAST(:ids AS uuid[])) AS u(id)
+ WHERE pg_try_advisory_xact_lock(hashtextextended(id::text, 0))
+
+-- name: delete_histories
+-- A task that was born again meanwhile has a row that goes on with it.
+DELETE FROM coatcheck.history h
+ WHERE task_id = ANY(CAST(:ids AS uuid[]))
+   AND NOT EXISTS (SELECT FROM coatcheck.task t WHERE t.id = h.task_id AND t.entry_count > 0)
 
 -- name: parked_after
 SELECT id FROM coatcheck.task

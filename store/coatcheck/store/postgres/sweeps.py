@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from sqlalchemy import text
 
-from coatcheck.store import decide
+from coatcheck.store import decide, history
 from coatcheck.store.blobs import is_damaged
 from coatcheck.store.documents import to_json
+from coatcheck.store.history import Author
 from coatcheck.store.kinds import KINDS
 from coatcheck.store.postgres.connection import Connection, Row
 from coatcheck.store.postgres.database import rows
+from coatcheck.store.postgres.histories import Told, tell
 from coatcheck.store.postgres.records import addresses_json, peer_of, readable, task_of
 from coatcheck.store.postgres.sql import PARTS, STATEMENTS
-from coatcheck.store.rows import ALONE, FINAL_STATES, MOST_ADDRESSES, Address, CallId, TaskId
+from coatcheck.store.rows import ALONE, FINAL_STATES, MOST_ADDRESSES, Address, CallId, Chain, TaskId
 from coatcheck.store.views import LookedAt, Renewal, Renewed, Retention
 
 RETIRE_TASKS = {state: text(PARTS["tasks_to_retire"].replace("{state}", state.value)) for state in sorted(FINAL_STATES)}
@@ -83,16 +85,38 @@ async def next_look(connection: Connection) -> timedelta | None:
     return None if in_s is None else timedelta(seconds=in_s)
 
 
-async def retire(connection: Connection, *, limit: int, keep: Retention) -> int:
-    """Delete finished tasks whose time to be kept is over. Lock order: task, then its calls and journal."""
+async def retire(connection: Connection, *, limit: int, keep: Retention, author: Author) -> int:
+    """Delete finished tasks whose time to be kept is over, and leave their histories. Lock order: task, then its calls
+    and journal.
+    """
     await connection.begin()
-    ids: list[UUID] = []
+    found: list[Row] = []
     for state, statement in RETIRE_TASKS.items():
         keep_s = keep.of(state).total_seconds()
-        ids += [row.id for row in await rows(connection, statement, limit=limit - len(ids), keep_s=keep_s)]
-    if ids:
+        found += await rows(connection, statement, limit=limit - len(found), keep_s=keep_s)
+    if found:
+        await tell(connection, [told for row in found for told in _pruned(row, author)])
+        ids = [row["id"] for row in found]
         for name in ("delete_calls", "delete_journal", "delete_tasks"):
             await connection.execute(STATEMENTS[name], {"ids": ids})
+    return len(found)
+
+
+def _pruned(row: Row, author: Author) -> list[Told]:
+    chain = Chain(decide.HISTORY_LEVELS[row["history"]], row["entry_count"], row["head"])
+    drafts = history.of_pruning(chain.level, row["state"])
+    entries, _ = author.tell(row["id"], drafts, at=chain, epoch=row["epoch"])
+    return [Told(row["id"], entry) for entry in entries]
+
+
+async def forget_histories(connection: Connection, *, limit: int, before: datetime) -> int:
+    """Delete the histories of tasks that were removed before that time. Gives the count of tasks."""
+    await connection.begin()
+    found = await rows(connection, STATEMENTS["histories_to_forget"], limit=limit, before=before)
+    ids = [row["task_id"] for row in found]
+    if ids:
+        ids = [row["id"] for row in await rows(connection, STATEMENTS["lock_free_chains"], ids=ids)]
+        await connection.execute(STATEMENTS["delete_histories"], {"ids": ids})
     return len(ids)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from coatcheck.store import decide
 from coatcheck.store.blobs import shrink
@@ -11,11 +11,12 @@ from coatcheck.store.decide import Standing
 from coatcheck.store.documents import to_json
 from coatcheck.store.postgres.database import columns
 from coatcheck.store.postgres.records import addresses_json
-from coatcheck.store.rows import Birth, TaskState
+from coatcheck.store.rows import Birth, Chain, TaskState
 
 BIRTH_COLUMNS = (
     *("id", "service", "handler", "version", "identity", "digest", "correlation_id", "request", "addresses"),
-    *("traceparent", "tracestate", "caller_subject", "caller_claims", "deadline_at", "history", "pickups"),
+    *("traceparent", "tracestate", "caller_subject", "caller_claims", "deadline_at", "history", "first_entry"),
+    *("entry_count", "head", "pickups"),
 )
 STANDING_COLUMNS = (
     *("state", "seq", "is_detached", "wait_calls", "wait_groups", "wait_needs", "value", "traceback", "progress"),
@@ -23,6 +24,16 @@ STANDING_COLUMNS = (
 )
 StandingRow = tuple[TaskState, int, bool, str | None, str | None, str | None, bytes | None, str | None, str | None, Any]
 """The values of STANDING_COLUMNS."""
+
+
+class NewTask(NamedTuple):
+    """A row to be made: with its pick-ups, how it stands, where its history stands, and its first entry there."""
+
+    birth: Birth
+    pickups: int
+    standing: StandingRow
+    chain: Chain = Chain()
+    first_entry: int | None = None
 
 
 def standing_row(standing: Standing, *, seq: int, progress: Any = None) -> StandingRow:
@@ -50,8 +61,8 @@ def _waits(standing: Standing) -> tuple[str, str, str]:
     return f"{{{','.join(calls)}}}", f"{{{','.join(numbers)}}}", f"{{{','.join(needs)}}}"
 
 
-def birth_values(births: Iterable[tuple[Birth, int, StandingRow]], *, checkpoint: int) -> dict[str, Any]:
-    """What `insert_births` takes: new rows, with their pick-ups and how they stand. No two of one id."""
+def birth_values(births: Iterable[NewTask], *, checkpoint: int) -> dict[str, Any]:
+    """What `insert_births` takes. No two of one id."""
     items = [
         (
             birth.task_id,
@@ -69,10 +80,13 @@ def birth_values(births: Iterable[tuple[Birth, int, StandingRow]], *, checkpoint
             to_json(birth.caller.claims) if birth.caller else None,
             birth.deadline_at,
             birth.history,
+            first_entry,
+            chain.count,
+            chain.head,
             pickups,
             *standing,
         )
-        for birth, pickups, standing in births
+        for birth, pickups, standing, chain, first_entry in births
     ]
     values = columns((*BIRTH_COLUMNS, *STANDING_COLUMNS), items)
     return values | {"checkpoint": checkpoint, "resend_after_s": decide.RESEND_AFTER.total_seconds()}

@@ -57,10 +57,12 @@ class MemoryBench:
 
     async def read(self) -> Rows:
         entries = [_journal_row(task_id, row) for task_id, found in self.tables.entries_of.items() for row in found]
+        told = [asdict(row) | {"task_id": task_id} for task_id, found in self.tables.history.items() for row in found]
         return {
             "task": {task_id: self._shift(_task_row(row)) for task_id, row in self.tables.tasks.items()},
             "call": {call_id: self._shift(_call_row(row)) for call_id, row in self.tables.calls.items()},
             "journal": {(row["task_id"], row["seq"]): self._shift(row) for row in entries},
+            "history": {(row["task_id"], row["number"]): row for row in told},
         }
 
     def _moved(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from coatcheck.store import Store, encode
+from coatcheck.store import Store, chain, encode
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import (
     Address,
@@ -22,6 +23,7 @@ from coatcheck.store.rows import (
     Finish,
     Going,
     Group,
+    HistoryLevel,
     Hold,
     NewCall,
     NewEntry,
@@ -142,7 +144,7 @@ def cancel_of(
 
 def put_of(task: Task, end: Going | Park | Finish | Again | Hold, **changes: Any) -> Put:
     """The put of a run that saw the row like this."""
-    return Put(task.task_id, task.epoch, task.checkpoint, task.seq, Changes(**changes), end)
+    return Put(task.task_id, task.epoch, task.checkpoint, task.seq, Changes(**changes), end, chain=task.chain)
 
 
 def birth_put(newborn: Birth, end: Going | Park | Finish | Again | Hold, **changes: Any) -> Put:
@@ -223,6 +225,24 @@ def check_rows(rows: Rows) -> None:
         if row["state"] == TaskState.PARKED:
             assert not any(_is_met(group, calls) for group in _groups(row)), "a task is parked though its wait is over"
         assert _has_waker(row, calls), "nothing would ever move an unfinished task"
+    check_histories(rows)
+
+
+def check_histories(rows: Rows) -> None:
+    """Every chain holds, and every task stands at the end of its own."""
+    told: dict[TaskId, list[HistoryEntry]] = defaultdict(list)
+    for (task_id, _), row in sorted(rows["history"].items()):
+        told[task_id].append(HistoryEntry(**{name: row[name] for name in HistoryEntry.__struct_fields__}))
+    for task_id, entries in told.items():
+        assert chain.first_bad(task_id, entries) is None, "a chain is broken"
+    for task_id, row in rows["task"].items():
+        if row["history"] != HistoryLevel.OFF:
+            last = told[task_id][-1]
+            assert (row["entry_count"], row["head"]) == (last.number, last.hash), (
+                "a task does not stand at its last entry"
+            )
+        else:
+            assert (row["entry_count"], row["head"]) == (0, None)
 
 
 def _has_waker(row: Row, calls: dict[Any, Row]) -> bool:
