@@ -196,7 +196,7 @@ def a_wait_is_counted_in_a_second_transaction() -> Sequence[Patch]:
         def count(tables: Tables) -> Ruling | None:
             grant = decide.Grant(0, str(arrival.call_id))
             plan = decide.Plan(rulings=[ruling], if_met={tables.calls[arrival.call_id].task_id: grant})
-            return apply(tables, plan, lease=lease, max_history=MAX_HISTORY)[0]
+            return apply(tables, plan, lease=lease, max_history=MAX_HISTORY, author=self._author)[0]
 
         return await self._transact(lambda tables: tables.atomically(count))
 

@@ -35,6 +35,8 @@ from coatcheck.store.rows import Address, Request, Verdict, Wake
 NOWHERE = UUID(int=0)
 METHODS = {
     "ping": lambda store: store.ping(),
+    "read_history": lambda store: store.read_history(new_id()),
+    "forget_histories": lambda store: store.forget_histories(limit=1, keep=MINUTE),
     "put": lambda store: store.put(birth_put(birth(), going())),
     "claim": lambda store: store.claim(ok(call())),
     "accept": lambda store: store.accept(Request(birth())),

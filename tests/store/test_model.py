@@ -42,12 +42,12 @@ VERBS = (
 HAPPENS = (
     *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "cancel recorded"),
     *(f"claim {verdict}" for verdict in ("granted", "recorded", "duplicate", "late", "unknown")),
-    *("accept granted", "accept duplicate", "resume granted", "resume early", "retired", "forgotten"),
+    *("accept granted", "accept duplicate", "resume granted", "resume early", "retired"),
 )
 
 
 class Twins(RuleBasedStateMachine):
-    """Does the same to both stores. In one step both tell their histories at one instant, so that the hashes are alike."""
+    """Does the same to both stores. In one step both tell histories at one instant, so that the hashes are alike."""
 
     now = datetime.now(UTC)
 

@@ -1,13 +1,14 @@
 """Mistakes in the SQL, planted on purpose: what watches over the rows must notice each of them on a real Postgres."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 from tests.store.kit import all_of, assert_sound, calls, done, get, going, ok, park, parking, put_of, start, written
 
 from coatcheck.store import decide
-from coatcheck.store.postgres import puts
+from coatcheck.store.postgres import claims, puts
 from coatcheck.store.postgres.sql import PARTS, STATEMENTS
 from coatcheck.store.rows import Park, PutDone, PutRefused, Verdict
 
@@ -31,9 +32,13 @@ async def test_with_the_lock_every_task_is_woken(store_url, store, other, bench)
 
 
 async def test_a_claim_without_the_lock_on_its_task_is_noticed(store_url, store, other, bench, monkeypatch):
-    for name, lock in (("apply_plan", "FOR UPDATE OF t SKIP LOCKED"), ("lock_owners", "FOR UPDATE")):
-        assert lock in STATEMENTS[name].text
-        monkeypatch.setitem(STATEMENTS, name, text(STATEMENTS[name].text.replace(lock, "")))
+    locks: tuple[tuple[dict[Any, Any], Any, str], ...] = (
+        (claims.APPLY_PLAN, False, "FOR UPDATE OF t SKIP LOCKED"),
+        (STATEMENTS, "lock_owners", "FOR UPDATE"),
+    )
+    for statements, name, lock in locks:
+        assert lock in statements[name].text
+        monkeypatch.setitem(statements, name, text(statements[name].text.replace(lock, "")))
 
     woken = await answer_the_last_two_at_once(store, other)
 

@@ -408,7 +408,7 @@ async def test_finished_task_goes_when_its_time_to_be_kept_is_over(store, bench)
 
     assert await store.retire(limit=10, keep=AT_ONCE) == 1
 
-    assert await bench.read() == {"task": {}, "call": {}, "journal": {}}
+    assert await bench.read() == {"task": {}, "call": {}, "journal": {}, "history": {}}
 
 
 async def test_finished_task_stays_while_it_is_to_be_kept(store):

@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "result": ("requests", "Print the result of a task, waiting for it."),
     "ps": ("tasks", "List tasks and what they wait for."),
     "show": ("tasks", "Show everything about one task."),
+    "history": ("history", "Show what happened to a task."),
     "cancel": ("requests", "Cancel a task, wherever it is."),
     "dead": ("dead", "Look after messages that nobody could deal with."),
     "doctor": ("doctor", "Check the installation, and print the fix for what is wrong."),

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, overload
 
 from coatcheck.broker.topology import Names
 from coatcheck.errors import UsageError
+from coatcheck.store.rows import HistoryLevel
 from coatcheck.worker.binding import Binding
 from coatcheck.worker.callers import Identify
 from coatcheck.worker.events import OnEvent
 from coatcheck.worker.retry import Retry
-from coatcheck.worker.settings import Settings
+from coatcheck.worker.settings import History, Settings
 
 if TYPE_CHECKING:
     from coatcheck.worker.engine.context import Context
@@ -33,6 +34,8 @@ class Handler:
     binding: Binding
     retry: Retry
     is_deduplicated: bool
+    history: HistoryLevel | None = None
+    """None: as the settings say."""
 
 
 class App:
@@ -46,6 +49,9 @@ class App:
     checkpoint saved or failed, and more. It is a plain function, called on the event loop. What it raises is logged and
     changes nothing.
 
+    `history` is what is kept of what happened to a task: `"off"`, `"outcome"` or `"full"`; by default what the settings
+    say, and that is `outcome`.
+
     `settings` are keyword overrides of anything in `Settings`; what is not given comes from the environment.
     """
 
@@ -56,6 +62,7 @@ class App:
         version: str = "1",
         identify: Identify | None = None,
         on_event: OnEvent | None = None,
+        history: str | None = None,
         **settings: Any,
     ) -> None:
         hook: object = on_event  # typed, but by users
@@ -66,6 +73,8 @@ class App:
         self.version = version
         self.identify = identify
         self.on_event = on_event
+        if history is not None:
+            settings["history"] = check_history_level(f"App({service!r})", history)
         self._overrides = settings
         self._handlers: dict[str, Handler] = {}
         self._default: str | None = None
@@ -87,8 +96,9 @@ class App:
 
     @overload
     def task(
-        self, /, *, name: str | None = None, retry: Retry | None = None, dedup: bool = False, default: bool = False
-    ) -> Callable[[Function], Function]: ...
+        self, /, *, name: str | None = None, retry: Retry | None = None, dedup: bool = False, default: bool = False,
+        history: str | None = None,
+    ) -> Callable[[Function], Function]: ...  # fmt: skip
 
     def task(
         self,
@@ -99,12 +109,14 @@ class App:
         retry: Retry | None = None,
         dedup: bool = False,
         default: bool = False,
+        history: str | None = None,
     ) -> Function | Callable[[Function], Function]:
         """Register a handler: `async def handler(ctx, …)`.
 
         `retry` repeats it after an exception (by default it runs once). `dedup` makes a duplicate of a request that
         never waited get the first answer too, at the price of one write. `default` takes requests that name no
-        handler; a service with one handler needs no default. Raises UsageError for a function that cannot be one.
+        handler; a service with one handler needs no default. `history` is the app's, unless given. Raises UsageError
+        for a function that cannot be one.
         """
 
         def register(function: Function) -> Function:
@@ -114,7 +126,8 @@ class App:
                 raise UsageError(
                     f"{binding.location}: {self.service} has a handler {binding.name!r} already, at {other}"
                 )
-            self._handlers[binding.name] = Handler(binding.name, binding, retry or ONCE, dedup)
+            level = None if history is None else check_history_level(binding.location, history).level
+            self._handlers[binding.name] = Handler(binding.name, binding, retry or ONCE, dedup, level)
             if default:
                 if self._default is not None:
                     raise UsageError(f"{binding.location}: {self._default!r} is the default handler already")
@@ -142,3 +155,11 @@ class App:
         near = difflib.get_close_matches(name, self._handlers, n=1)
         fix = f"did you mean {near[0]!r}?" if near else "deploy code that has it, or cancel the task"
         return f"{self.service} has no handler {name!r} (it has: {known}); {fix}"
+
+
+def check_history_level(where: str, written: str) -> History:
+    """The level of that name. Raises UsageError that lists them."""
+    try:
+        return History(written)
+    except ValueError:
+        raise UsageError(f"{where}: history={written!r} must be one of {', '.join(History)}") from None
