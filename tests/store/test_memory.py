@@ -35,6 +35,8 @@ from coatcheck.store.rows import Address, Request, Verdict, Wake
 NOWHERE = UUID(int=0)
 METHODS = {
     "ping": lambda store: store.ping(),
+    "read_history": lambda store: store.read_history(new_id()),
+    "forget_histories": lambda store: store.forget_histories(limit=1, keep=MINUTE),
     "put": lambda store: store.put(birth_put(birth(), going())),
     "claim": lambda store: store.claim(ok(call())),
     "accept": lambda store: store.accept(Request(birth())),
@@ -64,8 +66,6 @@ METHODS = {
     "find_known": lambda store: store.find_known(new_id()),
     "read_clock": lambda store: store.read_clock(),
     "task_lines": lambda store: store.task_lines(new_id()),
-    "read_history": lambda store: store.read_history(new_id()),
-    "forget_histories": lambda store: store.forget_histories(limit=1, keep=MINUTE),
     "read_stored": lambda store: store.read_stored(new_id()),
     "checkpoints": lambda store: store.checkpoints(new_id()),
 }

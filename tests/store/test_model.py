@@ -42,7 +42,7 @@ VERBS = (
 HAPPENS = (
     *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "cancel recorded"),
     *(f"claim {verdict}" for verdict in ("granted", "recorded", "duplicate", "late", "unknown")),
-    *("accept granted", "accept duplicate", "resume granted", "resume early", "retired", "forgotten"),
+    *("accept granted", "accept duplicate", "resume granted", "resume early", "retired"),
 )
 
 

@@ -1,6 +1,7 @@
 """Mistakes in the SQL, planted on purpose: what watches over the rows must notice each of them on a real Postgres."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -32,7 +33,9 @@ async def test_with_the_lock_every_task_is_woken(store_url, store, other, bench)
 
 
 async def test_a_claim_without_the_lock_on_its_task_is_noticed(store_url, store, other, bench, monkeypatch):
-    planted = [(APPLY_PLAN, key, "FOR UPDATE OF t SKIP LOCKED") for key in APPLY_PLAN]
+    planted: list[tuple[dict[Any, Any], Any, str]] = [
+        (APPLY_PLAN, is_telling, "FOR UPDATE OF t SKIP LOCKED") for is_telling in APPLY_PLAN
+    ]
     for statements, key, lock in (*planted, (STATEMENTS, "lock_owners", "FOR UPDATE")):
         assert lock in statements[key].text
         monkeypatch.setitem(statements, key, text(statements[key].text.replace(lock, "")))

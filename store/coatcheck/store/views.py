@@ -114,6 +114,23 @@ class Backlog:
 
 
 @dataclass(frozen=True, slots=True)
+class HistoryLine:
+    """One entry of a task's history, its data decoded. `data` is None if there is none, or it was erased."""
+
+    number: int
+    kind: str
+    at: datetime
+    replica: str
+    epoch: int
+    actor: str | None
+    key: str | None
+    data: dict[str, Any] | None
+    digest: str
+    """SHA-256 of the data as it is stored, in hex."""
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """One line of a task's story: a step, or a call open or ended."""
 

@@ -20,11 +20,11 @@ from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import find_token
 from coatcheck.errors import MalformedMessage, TransientError, Unauthorized, UsageError
 from coatcheck.log import get_logger
-from coatcheck.store.rows import Caller
+from coatcheck.store.rows import Caller, HistoryLevel
 from coatcheck.worker.binding import Binding
 from coatcheck.worker.events import OnEvent
 from coatcheck.worker.retry import Retry
-from coatcheck.worker.settings import Settings
+from coatcheck.worker.settings import History, Settings
 
 if TYPE_CHECKING:
     from coatcheck.worker.engine.context import Context
@@ -49,6 +49,8 @@ class Handler:
     binding: Binding
     retry: Retry
     is_deduplicated: bool
+    history: HistoryLevel | None = None
+    """None: as the settings say."""
 
 
 class App:
@@ -62,6 +64,9 @@ class App:
     checkpoint saved or failed, and more. It is a plain function, called on the event loop. What it raises is logged and
     changes nothing.
 
+    `history` is what is kept of what happened to a task: `"off"`, `"outcome"` or `"full"`; by default what the settings
+    say, and that is `outcome`.
+
     `settings` are keyword overrides of anything in `Settings`; what is not given comes from the environment.
     """
 
@@ -72,6 +77,7 @@ class App:
         version: str = "1",
         identify: Identify | None = None,
         on_event: OnEvent | None = None,
+        history: str | None = None,
         **settings: Any,
     ) -> None:
         hook: object = on_event  # typed, but by users
@@ -82,6 +88,8 @@ class App:
         self.version = version
         self.identify = identify
         self.on_event = on_event
+        if history is not None:
+            settings["history"] = check_history_level(f"App({service!r})", history)
         self._overrides = settings
         self._handlers: dict[str, Handler] = {}
         self._default: str | None = None
@@ -103,8 +111,9 @@ class App:
 
     @overload
     def task(
-        self, /, *, name: str | None = None, retry: Retry | None = None, dedup: bool = False, default: bool = False
-    ) -> Callable[[Function], Function]: ...
+        self, /, *, name: str | None = None, retry: Retry | None = None, dedup: bool = False, default: bool = False,
+        history: str | None = None,
+    ) -> Callable[[Function], Function]: ...  # fmt: skip
 
     def task(
         self,
@@ -115,12 +124,14 @@ class App:
         retry: Retry | None = None,
         dedup: bool = False,
         default: bool = False,
+        history: str | None = None,
     ) -> Function | Callable[[Function], Function]:
         """Register a handler: `async def handler(ctx, …)`.
 
         `retry` repeats it after an exception (by default it runs once). `dedup` makes a duplicate of a request that
         never waited get the first answer too, at the price of one write. `default` takes requests that name no
-        handler; a service with one handler needs no default. Raises UsageError for a function that cannot be one.
+        handler; a service with one handler needs no default. `history` is the app's, unless given. Raises UsageError
+        for a function that cannot be one.
         """
 
         def register(function: Function) -> Function:
@@ -130,7 +141,8 @@ class App:
                 raise UsageError(
                     f"{binding.location}: {self.service} has a handler {binding.name!r} already, at {other}"
                 )
-            self._handlers[binding.name] = Handler(binding.name, binding, retry or ONCE, dedup)
+            level = None if history is None else check_history_level(binding.location, history).level
+            self._handlers[binding.name] = Handler(binding.name, binding, retry or ONCE, dedup, level)
             if default:
                 if self._default is not None:
                     raise UsageError(f"{binding.location}: {self._default!r} is the default handler already")
@@ -207,3 +219,11 @@ def _checked(caller: object) -> Caller | None:
     if b"\0" in subject or b"\\u0000" in claims:
         raise UsageError("a caller's subject and claims must not contain a NUL: Postgres refuses it")
     return Caller(given, msgspec.json.decode(claims))  # as any replica will read it from the row
+
+
+def check_history_level(where: str, written: str) -> History:
+    """The level of that name. Raises UsageError that lists them."""
+    try:
+        return History(written)
+    except ValueError:
+        raise UsageError(f"{where}: history={written!r} must be one of {', '.join(History)}") from None

@@ -369,6 +369,7 @@ class Orders:
                 lambda found: encode(cancelled_problem(found, order.reason)),
                 runtime.settings.dedup_window,
                 by_correlation,
+                order.reason,
             )
             ruling = await runtime.gate.insist(lambda _: runtime.store.cancel(ask))
             if ruling.task is not None:

@@ -22,10 +22,11 @@ from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_
 from coatcheck.errors import BrokerUnavailable, MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob, decode
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import CheckpointInfo, checkpoints_of
 from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.rows import Task, TaskId, TaskState
-from coatcheck.store.views import Line
+from coatcheck.store.views import HistoryLine, Line
 from coatcheck.worker.ids import child_traceparent
 from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.servers import no_server, settle, warn_of_exposures
@@ -226,6 +227,16 @@ class Client:
         task = await self.get(task_id)
         return checkpoints_of(task, await self.store.read_stored(task.task_id))
 
+    async def history(self, task_id: UUID) -> Sequence[HistoryLine]:
+        """What happened to a task, the oldest first, as far as its level keeps it. It outlives the task's row.
+
+        Raises NoSuchTask if neither a row nor a history knows the task.
+        """
+        entries = await self.store.read_history(task_id)
+        if not entries and await self.find(task_id) is None:
+            raise NoSuchTask(_no_such_task(task_id))
+        return [_history_line(entry) for entry in entries]
+
     async def list(
         self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50
     ) -> list[Task]:
@@ -281,6 +292,25 @@ class Client:
 
     def _follow(self, correlation_id: str) -> asyncio.Queue[Progress]:
         return self._following.setdefault(correlation_id, asyncio.Queue())
+
+
+def _history_line(entry: HistoryEntry) -> HistoryLine:
+    try:
+        data = None if entry.data is None else decode(entry.data)
+    except CorruptBlob as error:
+        data = {"damaged": str(error)}
+    return HistoryLine(
+        number=entry.number,
+        kind=entry.kind,
+        at=entry.at,
+        replica=entry.replica,
+        epoch=entry.epoch,
+        actor=entry.actor,
+        key=entry.key,
+        data=data if data is None or isinstance(data, dict) else {"value": data},
+        digest=entry.digest.hex(),
+        hash=entry.hash.hex(),
+    )
 
 
 def _value_of(reply: Reply, task_id: UUID) -> Any:

@@ -33,7 +33,7 @@ from coatcheck.errors import (
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
-from coatcheck.store.rows import ALONE, Again, Changes, Finish, Hold, TaskState
+from coatcheck.store.rows import ALONE, Again, Changes, Finish, HistoryLevel, Hold, TaskState
 from coatcheck.worker import events
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
@@ -253,6 +253,7 @@ class Executor:
             known=live.known,
             port=live,
             defaults=self._defaults,
+            history=live.chain.level if live.ram is None else HistoryLevel.OFF,
             now=self._runtime.store.now,
         )
 
@@ -314,7 +315,7 @@ class Executor:
             await self._try_again_in_ram(live, delay)
             return
         document = problem_of(error, live.task_id, live.attempt, retryable=True)
-        done = await live.put(changes, Again(delay, encode(document), traceback_of(error), forget))
+        done = await live.put(changes, Again(delay, encode(document), traceback_of(error), forget, live.attempt))
         self._tell(failed)
         await live.send(changes.opens, done.cancels)
         self._runtime.hints.give([delay])

@@ -76,6 +76,7 @@ WARNINGS: Mapping[str, str] = MappingProxyType(
         "exited_at_once": "a second signal ended this process without draining; its tasks go on elsewhere",
         "final_reply_had_no_route": "the queue that a requester named for its answer is gone; the result is kept",
         "handler_waits_for_nothing": "all branches of a handler wait for each other or for nothing; `lines` says where",
+        "history_entry_not_kept": "`ctx.record` kept nothing, as the task has no history; `fix` says how it would",
         "identify_failed": "the app's `identify` raised; the request was refused",
         "identity_conflict": "two different requests came with the same identity; the second was refused",
         "lease_lost": "a run took too long to renew its lease, and another replica has the task; nothing runs twice",

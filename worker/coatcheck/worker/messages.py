@@ -17,7 +17,7 @@ from coatcheck.broker.topology import Names, takes_replies
 from coatcheck.broker.wire import Request, make_cancel, make_error, make_request, make_result
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, pack, unpack
-from coatcheck.store.rows import Address, Birth, Caller, CallId, NewCall, Peer, Task, TaskId, TaskState
+from coatcheck.store.rows import Address, Birth, Caller, CallId, HistoryLevel, NewCall, Peer, Task, TaskId, TaskState
 from coatcheck.worker.engine.keys import base_of
 from coatcheck.worker.ids import child_traceparent, derived_id, new_id
 from coatcheck.worker.problems import problem
@@ -60,6 +60,7 @@ def birth_of(
     handler: str | None,
     version: str,
     caller: Caller | None = None,
+    history: HistoryLevel = HistoryLevel.OFF,
 ) -> Birth:
     """The row this request would become."""
     address = Address(request.reply_to, request.correlation_id) if request.reply_to else None
@@ -77,6 +78,7 @@ def birth_of(
         tracestate=request.tracestate,
         caller=caller,
         deadline_at=deadline_of(request),
+        history=history,
     )
 
 

@@ -21,7 +21,19 @@ from coatcheck.errors import BrokerUnavailable, MalformedMessage, Rejected, Tran
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.decide import REQUEST_TRIGGER
-from coatcheck.store.rows import MOST_ADDRESSES, Address, Birth, Caller, Request, Ruling, Task, TaskId, Verdict, Wake
+from coatcheck.store.rows import (
+    MOST_ADDRESSES,
+    Address,
+    Birth,
+    Caller,
+    Chain,
+    Request,
+    Ruling,
+    Task,
+    TaskId,
+    Verdict,
+    Wake,
+)
 from coatcheck.worker.app import Handler, find_caller
 from coatcheck.worker.deadletters import bury
 from coatcheck.worker.engine.work import CLOCKS_DIFFER
@@ -102,6 +114,7 @@ class Requests:
             handler=handler_name,
             version=runtime.app.version,
             caller=caller,
+            history=runtime.history_level(handler),
         )
         # Before a live run is looked for: what is found of that must not be old.
         is_over = request.deadline is not None and request.deadline < runtime.store.now() - CLOCKS_DIFFER
@@ -285,6 +298,7 @@ class Requests:
             deadline_at=deadline_of(request),
             keeps_result=request.keep,
             version=self._runtime.app.version,
+            chain=Chain(self._runtime.history_level(handler)),
         )
 
     async def _accept(self, delivery: Delivery, birth: Birth, *, is_redelivered: bool) -> None:

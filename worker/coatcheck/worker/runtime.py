@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from coatcheck.broker.bodies import Limits
 from coatcheck.store.front import Store
-from coatcheck.store.rows import TaskId
-from coatcheck.worker.app import App
+from coatcheck.store.rows import HistoryLevel, TaskId
+from coatcheck.worker.app import App, Handler
 from coatcheck.worker.events import Events
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Outbox
@@ -131,6 +131,10 @@ class Runtime:
     ram_calls: RamCalls
     private_queue: str | None = None
     """Where replies to in-RAM waits arrive; None when every wait is a row."""
+
+    def history_level(self, handler: Handler | None) -> HistoryLevel:
+        """How much is kept of what happens to a new task of this handler."""
+        return self.settings.history.level if handler is None or handler.history is None else handler.history
 
     @property
     def uses_store(self) -> bool:

@@ -22,12 +22,14 @@ from urllib.parse import urlsplit
 
 from coatcheck.broker.topology import SWEEPER_QUEUE
 from coatcheck.errors import InvalidSettings
+from coatcheck.store.rows import HistoryLevel
 from coatcheck.worker.redaction import redacted
 
 __all__ = [
     "ENVIRONMENT",
     "Checkpointing",
     "EventLoop",
+    "History",
     "LogFormat",
     "LogLevel",
     "Settings",
@@ -73,6 +75,19 @@ class EventLoop(StrEnum):
     AUTO = "auto"
     ASYNCIO = "asyncio"
     UVLOOP = "uvloop"
+
+
+class History(StrEnum):
+    """What is kept of what happened to a task: nothing, how it came and ended, or all of it."""
+
+    OFF = "off"
+    OUTCOME = "outcome"
+    FULL = "full"
+
+    @property
+    def level(self) -> HistoryLevel:
+        """The same, as the rows have it."""
+        return HistoryLevel[self.name]
 
 
 class LogFormat(StrEnum):
@@ -289,6 +304,15 @@ class Settings:
         timedelta(hours=24)
     )
     keep_failures: Annotated[timedelta, Duration("how long failed tasks are kept")] = timedelta(days=30)
+    history: Annotated[
+        History, Choice("what is kept of what happened to a task: off, outcome (how it came and ended), full", History)
+    ] = History.OUTCOME
+    history_values: Annotated[
+        bool, Flag("histories hold values in full; false: their sizes and SHA-256 digests only")
+    ] = False
+    keep_history: Annotated[timedelta, Duration("how long the history of a task is kept once its row is removed")] = (
+        timedelta(days=30)
+    )
     sweep_interval: Annotated[
         timedelta, Duration("longest pause between two looks of the sweeper", 10 * _MS, _HOUR)
     ] = timedelta(seconds=5)

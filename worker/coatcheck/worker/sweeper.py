@@ -107,7 +107,7 @@ class Sweeper:
                 )
                 if health is not None:
                     await stack.enter_async_context(health)
-                store = (self._open_store or Store)(self.settings.store, pool_size=2)
+                store = (self._open_store or Store)(self.settings.store, pool_size=2, replica=self.name)
                 stack.push_async_callback(store.close)
                 warn_of_exposures(self.settings)
                 broker = connect(
@@ -276,7 +276,10 @@ class Sweeper:
         if count < BATCH_SIZE and self._retired_count:
             log.info("tasks_retired", task_count=self._retired_count)
             self._retired_count = 0
-        return count == BATCH_SIZE
+        forgotten = 0
+        if count < BATCH_SIZE:
+            forgotten = await store.forget_histories(limit=BATCH_SIZE, keep=self.settings.keep_history)
+        return BATCH_SIZE in (count, forgotten)
 
     async def _count(self, store: Store) -> None:
         """Count all tasks by state, beside the sweeping: what is due does not wait for it. The more there are, the

@@ -28,13 +28,14 @@ from coatcheck.errors import BrokerUnavailable, StoreUnavailable
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import unpacked_size
-from coatcheck.store.decide import REQUEST_TRIGGER
+from coatcheck.store.decide import NO_CHAIN, REQUEST_TRIGGER
 from coatcheck.store.rows import (
     Address,
     Again,
     Birth,
     Caller,
     CallId,
+    Chain,
     Changes,
     Committed,
     Finish,
@@ -104,6 +105,8 @@ class TaskRun(msgspec.Struct, eq=False):
     epoch: int = 0
     checkpoint: int = 0
     seen: int = 0
+    chain: Chain = NO_CHAIN
+    """Where its history stands. Of a task without a row only the level counts."""
     attempt: int = 1
     pickups: int = 0
     version: str = ""
@@ -262,7 +265,7 @@ class TaskRun(msgspec.Struct, eq=False):
             raise Superseded
         self.make_birth, self.row_digest = None, ruling.task.digest
         self.epoch, self.checkpoint, self.seen = ruling.task.epoch, ruling.task.checkpoint, ruling.task.seq
-        self.pickups = ruling.task.pickups
+        self.chain, self.pickups = ruling.task.chain, ruling.task.pickups
         self.renewed_s = asked_s
 
     async def commit(self, changes: Changes) -> Committed:
@@ -366,6 +369,7 @@ class TaskRun(msgspec.Struct, eq=False):
                 end=end,
                 birth=None if self.make_birth is None else self.make_birth(),
                 progress=self.progress_report,
+                chain=self.chain,
             )
             asked_s, kind = time.monotonic(), _kind_of(end)
             reach(f"before_{kind}")
@@ -410,6 +414,7 @@ class TaskRun(msgspec.Struct, eq=False):
         self.open_calls.difference_update(put.changes.closes)
         self.open_calls.difference_update(news.call_id for news in answer.news)
         self.epoch, self.checkpoint, self.seen = answer.epoch, answer.checkpoint, answer.seq
+        self.chain = answer.chain
         if isinstance(put.end, Going):
             self.is_detached = self.is_detached or put.end.is_detached
         elif isinstance(put.end, Park):
@@ -481,6 +486,7 @@ def run_of_task(
         epoch=task.epoch,
         checkpoint=task.checkpoint,
         seen=task.seq,
+        chain=task.chain,
         attempt=task.attempt,
         pickups=task.pickups,
         version=task.version,

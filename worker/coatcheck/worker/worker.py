@@ -167,6 +167,7 @@ class Worker:
             begins=is_falling,
             max_history=settings.max_history,
             replica=self.name,
+            keeps_values=settings.history_values,
         )
         stack.push_async_callback(store.close)
         events = Events(self.metrics, self.app.on_event)

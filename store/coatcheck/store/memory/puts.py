@@ -12,7 +12,19 @@ from coatcheck.store.batcher import Busy
 from coatcheck.store.decide import REQUEST_TRIGGER, Fence, Writing
 from coatcheck.store.history import Author
 from coatcheck.store.memory.tables import Tables, TaskRow, as_json, check_birth, check_bytes, check_text, refuse
-from coatcheck.store.rows import Again, CallState, Peer, Put, PutDone, PutRefused, Recorded, Task, TaskId, TaskState
+from coatcheck.store.rows import (
+    Again,
+    CallState,
+    Chain,
+    Peer,
+    Put,
+    PutDone,
+    PutRefused,
+    Recorded,
+    Task,
+    TaskId,
+    TaskState,
+)
 
 BIRTH_LEASE = timedelta(minutes=1)
 
@@ -61,7 +73,7 @@ def _write(tables: Tables, one: Put, row: TaskRow | None, author: Author) -> Put
         assert one.birth is not None
         row = tables.insert_birth(one.birth, trigger=REQUEST_TRIGGER, pickups=0, lease=BIRTH_LEASE)
     is_parked = decide.may_park(one, tables.states(decide.waits_for(one)))
-    chain = row.task.chain if one.birth is None else tables.left_chain(one.birth)
+    chain = _chain(tables, one, row.task)
     writing = Writing(one, row.task.seq, is_parked, tables.news(one.task_id, seen=one.seen), chain=chain)
     entries = writing.history(author)
     tables.append_history(row, entries, writing.chain)
@@ -80,6 +92,13 @@ def _write(tables: Tables, one: Put, row: TaskRow | None, author: Author) -> Put
     _update_task(tables, writing, row, seq=last)
     news = () if is_parked else tuple(writing.news)
     return PutDone(writing.epoch, writing.checkpoint, last, is_parked, news, tuple(cancels), addresses, writing.chain)
+
+
+def _chain(tables: Tables, one: Put, task: Task) -> Chain:
+    """Where the history stands: as the run believes, where the row stands as it believes, too."""
+    if one.birth is not None:
+        return tables.left_chain(one.birth)
+    return one.chain if one.seen == task.seq else task.chain
 
 
 def close_leftovers(tables: Tables, task_id: TaskId, seq: int) -> tuple[int, list[Peer]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager
@@ -209,6 +210,24 @@ class Context:
                 self._run.port.progress, done, total, message, context=detached_context()
             )
 
+    def record(self, kind: str, /, **data: Any) -> None:
+        """Put an entry of your own into the task's history: a decision, an approval, who was asked.
+
+        It is a note of the journal and leaves with the next commit, at the latest with the task's end; a task that has
+        no row gets one for it. A replay finds the note, so the entry is written once. `kind` is a plain name; in the
+        history it is `user:KIND`. `data` is kept in full, whatever the settings say of other values. Where the
+        history is off, or the task waits in RAM, nothing is kept, and the log says so once. Raises UsageError for a
+        kind that is no plain name, and for data that cannot be stored.
+        """
+        name: object = kind  # typed, but by users
+        if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+            raise UsageError(
+                f"ctx.record({kind!r}) needs a plain name as its first argument: a letter, then up to 63 letters, "
+                "digits, '_', '-' or '.'"
+            )
+        scope = self._scope("ctx.record()")
+        self._run.record(scope.number("@record"), kind, data)
+
     def now(self) -> datetime:
         """The time, in UTC; recorded, so that a replay sees the time of the first run."""
         scope = self._scope("ctx.now()")
@@ -285,6 +304,7 @@ def duration(name: str, value: object) -> timedelta:
 
 
 _LONGEST = timedelta(days=3650)
+_PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 def _annotated(fn: Callable[..., Any]) -> Any:

@@ -15,6 +15,7 @@ import msgspec
 
 from coatcheck.errors import JournalMismatch
 from coatcheck.store import blobs
+from coatcheck.store.history import USER
 from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import CallId, CallState, Changes, Group, Known, NewCall, NewEntry, Recorded
 from coatcheck.worker.engine import classify
@@ -178,7 +179,9 @@ class Ledger:
         """What goes into the commit that ends the task. Calls that have not left never do; sends leave all the same."""
         if not (self.entries or self.opens or self.closes):
             return NO_CHANGES
-        entries = tuple(each for each in self.entries if with_notes or each.kind is not Kind.NOTE)
+        entries = tuple(
+            each for each in self.entries if with_notes or each.kind is not Kind.NOTE or each.name.startswith(USER)
+        )
         sends = tuple(each for each in self.opens.values() if not each.kind.is_awaited)
         return Changes(entries, sends, tuple(self.closes))
 

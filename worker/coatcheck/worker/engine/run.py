@@ -26,8 +26,9 @@ from uuid import UUID
 from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob
+from coatcheck.store.history import USER
 from coatcheck.store.kinds import Kind
-from coatcheck.store.rows import Caller, Changes, Group, Known, NewEntry, Recorded
+from coatcheck.store.rows import Caller, Changes, Group, HistoryLevel, Known, NewEntry, Recorded
 from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.classify import Waiting
 from coatcheck.worker.engine.context import Context
@@ -97,7 +98,8 @@ class Run:
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
         invoke: Callable[[Context], Coroutine[Any, Any, Any]], known: Known, port: RunPort,
         caller: Caller | None = None, deadline_at: datetime | None = None,
-        defaults: CallDefaults | None = None, log: Any = None, now: Callable[[], datetime] | None = None,
+        defaults: CallDefaults | None = None, history: HistoryLevel = HistoryLevel.OUTCOME,
+        log: Any = None, now: Callable[[], datetime] | None = None,
     ) -> None:  # fmt: skip
         self.task_id = task_id
         self.identity = identity
@@ -106,6 +108,7 @@ class Run:
         self.caller = caller
         self.deadline_at = deadline_at
         self.defaults = defaults or CallDefaults()
+        self.history = history
         self.now = now or partial(datetime.now, UTC)
         self.log = _log if log is None else log
         self.port = port
@@ -309,7 +312,8 @@ class Run:
         if isinstance(verdict, BaseException):
             raise verdict
         if isinstance(verdict, Finished):
-            # Notes are of no use to a handler that has returned, and a task without rows shall not need one for them.
+            # Notes are of no use to a handler that has returned, and a task without rows shall not need one for them;
+            # but what it wants in its history is kept.
             changes = self.ledger.leftovers(with_notes=False)
             return verdict if changes is NO_CHANGES else Finished(verdict.value, changes)
         if isinstance(verdict, Raised):
@@ -535,6 +539,20 @@ class Run:
         if not self.is_stopping:
             self.ledger.note(key, name, made)
         return made
+
+    def record(self, key: str, kind: str, data: Mapping[str, Any]) -> None:
+        """Note an entry of the task's history, once: a replay finds the note, and makes none.
+
+        Raises UsageError for data that cannot be stored.
+        """
+        if self.history is HistoryLevel.OFF:
+            fix = "set history to outcome or full for the app or the handler, and keep waiting tasks in Postgres"
+            self._warn_once("history_entry_not_kept", kind=kind, fix=fix)
+        elif self.ledger.journal.read(key) is None and not self.is_stopping:
+            try:
+                self.ledger.note(key, f"{USER}{kind}", data)
+            except (TypeError, ValueError, RecursionError, OverflowError) as error:
+                raise UsageError(f"ctx.record({kind!r}): {error}") from error
 
     def open_step(self, slot: Slot, work: StepWork) -> None:
         """Start a step that is not recorded; on replay only once everything older has been handed out."""
