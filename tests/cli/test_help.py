@@ -47,6 +47,7 @@ def test_the_commands_are_those_that_were_promised():
         "result",
         "ps",
         "show",
+        "history",
         "cancel",
         "dead",
         "doctor",
