@@ -45,6 +45,7 @@ async def plan(ctx: Context, goal: str) -> dict[str, object]:
             transcript.append(f"planner: there is no tool {move.tool!r}")
             continue
         ctx.progress(number, message=f"asks the {move.tool}: {'; '.join(move.inputs)}")
+        ctx.record("decision", tool=move.tool, inputs=len(move.inputs))  # `coatcheck history` shows it
         calls = [ctx.call(move.tool, text, timeout=PATIENCE_S, returns=str) for text in move.inputs]
         answers = await ctx.gather(*calls)
         transcript += [f"{move.tool}: {' '.join(answer.split())}" for answer in answers]

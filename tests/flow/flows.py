@@ -65,3 +65,15 @@ async def flaky(ctx: Context, path: str) -> int:
     if ctx.attempt < 3:
         raise RuntimeError(f"attempt {ctx.attempt} was not lucky")
     return ctx.attempt
+
+
+@app.task(retry=Retry(attempts=2, backoff=0.1), history="full")
+async def story(ctx: Context, topic: str) -> list[str]:
+    """Something of everything: a step, two calls, a decision, a sleep, and a first attempt that fails."""
+    began = await ctx.step(whoami, key="began")
+    found = await ctx.gather(*(ctx.call(PEER, f"{topic}-{number}", timeout=60) for number in range(2)))
+    ctx.record("decision", choice="go on", began=began)
+    await ctx.sleep(0.1)
+    if ctx.attempt == 1:
+        raise ValueError("not yet")
+    return list(found)

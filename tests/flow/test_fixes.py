@@ -632,6 +632,9 @@ class BusySweep:
     async def retire(self, **_: Any) -> int:
         return 0
 
+    async def forget_histories(self, **_: Any) -> int:
+        return 0
+
     async def repair(self, **_: Any) -> tuple[int, None]:
         return 0, None
 

@@ -31,6 +31,7 @@ from coatcheck.store.rows import (
     NewCall,
     Park,
     Peer,
+    Put,
     PutDone,
     Ruling,
     TaskId,
@@ -378,3 +379,25 @@ def copies_of_a_request_are_left_unacked() -> Sequence[Patch]:
         self.trigger = delivery
 
     return [(TaskRun, "attach", attach)]
+
+
+# --- histories ---
+
+
+@bug
+def a_grant_is_left_out_of_the_history() -> Sequence[Patch]:
+    def without_grants(self: decide.Plan, *_: Any, **__: Any) -> None:
+        return None
+
+    return [(decide.Plan, "tell_grant", without_grants)]
+
+
+@bug
+def a_run_goes_on_with_a_stale_head() -> Sequence[Patch]:
+    take_in = TaskRun._take_in
+
+    def forgetful(self: TaskRun, put: Put, answer: PutDone) -> None:
+        take_in(self, put, answer)
+        self.chain = structs.replace(self.chain, head=put.chain.head)
+
+    return [(TaskRun, "_take_in", forgetful)]

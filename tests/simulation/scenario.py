@@ -12,7 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from coatcheck.worker import executor as executor_module
 from coatcheck.worker import sweeper as sweeper_module
 from coatcheck.worker import worker as worker_module
 from coatcheck.worker.runtime import LiveRuns
+from coatcheck.worker.settings import History
 from coatcheck.worker.task_run import TaskRun
 
 T = TypeVar("T")
@@ -190,10 +191,11 @@ class Scene:
         process = self.world.spawn(f"{name}.{self._restarts}")
         self.victims[name] = process
         self.world.current = process
+        settings = replace(SETTINGS, history=History.FULL if self.world.seed % 2 else History.OUTCOME)
         part = (
-            Sweeper(SETTINGS, name=name)
+            Sweeper(settings, name=name)
             if name.startswith("sweeper")
-            else Worker(flows.APPS[self.versions.setdefault(name, self.plan.first_version)], SETTINGS, name=name)
+            else Worker(flows.APPS[self.versions.setdefault(name, self.plan.first_version)], settings, name=name)
         )
         process.parts["part"] = part
         self.world.current = None

@@ -13,9 +13,9 @@ from uuid import UUID
 from tests.simulation.world import Process, World
 
 from coatcheck.broker.port import Message, Outgoing
-from coatcheck.store import CallState, TaskState
+from coatcheck.store import CallState, TaskState, chain
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow
-from coatcheck.store.rows import FINAL_STATES, CallId, TaskId
+from coatcheck.store.rows import FINAL_STATES, CallId, HistoryLevel, Task, TaskId
 from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.phases import Phase
 
@@ -39,6 +39,8 @@ class Judge:
         self._closed: dict[CallId, tuple[CallState, bytes | None]] = {}
         self._entry_counts: dict[TaskId, int] = {}
         self._answered_by: dict[str, str] = {}
+        self._chains: dict[TaskId, tuple[int, bytes]] = {}
+        """How far each history was seen to hold."""
 
     # --- commits ---
 
@@ -56,6 +58,25 @@ class Judge:
             if len(self.tables.entries_of[task_id]) < self._entry_counts.get(task_id, 0):
                 self.world.complain(f"task {_short(task_id)} has lost what it had recorded")
             self._entry_counts[task_id] = len(self.tables.entries_of[task_id])
+            self._check_history(task_id, row.task)
+
+    def _check_history(self, task_id: TaskId, task: Task) -> None:
+        """The chain holds and the row stands at its end; what it says of the task's beginning, epochs and end fits."""
+        if task.history is HistoryLevel.OFF:
+            return
+        told = self.tables.history[task_id]
+        count, head = self._chains.get(task_id, (0, chain.GENESIS))
+        bad = chain.first_bad(task_id, told[count:], previous=head, number=count + 1)
+        if bad is not None or (task.entry_count, task.head) != (len(told), told[-1].hash):
+            self.world.complain(f"the history of task {_short(task_id)} is broken at entry {bad}")
+        self._chains[task_id] = (len(told), told[-1].hash)
+        kinds = Counter(entry.kind for entry in told)
+        is_over = task.state in FINAL_STATES
+        if (kinds["accepted"], kinds["finished"] + kinds["cancelled"]) != (1, int(is_over)):
+            self.world.complain(f"task {_short(task_id)} is {task.state}, and its history says {dict(kinds)}")
+        granted = kinds["resumed"] + kinds["taken_over"] + kinds["cancelled"]
+        if task.history is HistoryLevel.FULL and granted < task.epoch - 1:
+            self.world.complain(f"task {_short(task_id)} has epoch {task.epoch}, and its history says {dict(kinds)}")
 
     def _check_end(self, task_id: TaskId, row: TaskRow) -> None:
         if row.task.state in FINAL_STATES:

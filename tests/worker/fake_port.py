@@ -20,6 +20,7 @@ from coatcheck.store.rows import (
     Changes,
     Committed,
     Group,
+    HistoryLevel,
     Known,
     NewCall,
     OpenCall,
@@ -165,8 +166,10 @@ class Desk:
     """One task from its request to its end, over as many runs as it takes."""
 
     def __init__(
-        self, handler: Callable[[Context], Any], *, rows: Rows | None = None, parks: bool = True, log: Any = None
-    ) -> None:
+        self, handler: Callable[[Context], Any], *, rows: Rows | None = None, parks: bool = True, log: Any = None,
+        history: HistoryLevel = HistoryLevel.OUTCOME,
+    ) -> None:  # fmt: skip
+        self.history = history
         self.handler = handler
         self.rows = rows if rows is not None else Rows()
         self.parks = parks
@@ -182,7 +185,7 @@ class Desk:
         self.port = FakePort(self.rows, parks=self.parks)
         self.run = Run(
             task_id=self.task_id, identity="id", attempt=1, version="1", invoke=self.handler,
-            known=self.rows.known(), port=self.port, log=self.log,
+            known=self.rows.known(), port=self.port, log=self.log, history=self.history,
         )  # fmt: skip
         self.port.run = self.run
         self.runs += 1

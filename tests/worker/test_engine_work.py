@@ -16,6 +16,7 @@ import pytest
 from tests.worker.fake_port import Desk, keys_of
 
 from coatcheck.errors import CallFailed, StepFailed, UsageError
+from coatcheck.store import decode
 from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import CallState, NewCall, TaskId
 from coatcheck.worker.engine.run_port import Finished, Held, Parked, Raised
@@ -594,6 +595,58 @@ async def test_now_random_and_uuid_are_the_same_in_replay():
     assert RAN[0][0].tzinfo is not None
     assert RAN[0][1] != RAN[0][2]
     assert [each.kind for each in desk.rows.recorded.values() if each.key.startswith("@")] == [Kind.NOTE, Kind.NOTE]
+
+
+async def test_what_is_recorded_is_written_once_and_by_its_own_name():
+    async def handler(ctx):
+        ctx.record("decision", choice=len(RAN))
+        RAN.append(ctx.attempt)
+        await ctx.call("a")
+        ctx.record("decision", choice="late")
+        return 1
+
+    desk = Desk(handler)
+    await desk.parked()
+    desk.ok("a")
+    outcome = await desk.once()
+
+    noted = [(each.name, decode(each.value)) for each in desk.rows.recorded.values() if each.kind is Kind.NOTE]
+    assert noted == [("user:decision", {"choice": 0})]
+    assert isinstance(outcome, Finished)
+    assert [decode(each.value) for each in outcome.changes.entries] == [{"choice": "late"}]
+
+
+async def test_a_record_belongs_into_the_end_of_a_task_that_never_waits():
+    async def handler(ctx):
+        ctx.record("approval", by="ada")
+        return 1
+
+    outcome = await Desk(handler).once()
+
+    assert isinstance(outcome, Finished)
+    assert [each.name for each in outcome.changes.entries] == ["user:approval"]
+
+
+@pytest.mark.parametrize("kind", ["", "two words", "user:x", 5, "x" * 65])
+async def test_a_record_of_no_plain_name_is_refused(kind):
+    async def handler(ctx):
+        ctx.record(kind)
+
+    outcome = await Desk(handler).once()
+
+    assert isinstance(outcome, Raised)
+    assert isinstance(outcome.error, UsageError)
+    assert "plain name" in str(outcome.error)
+
+
+async def test_a_record_that_cannot_be_stored_is_refused():
+    async def handler(ctx):
+        ctx.record("decision", lock=object())
+
+    outcome = await Desk(handler).once()
+
+    assert isinstance(outcome, Raised)
+    assert "ctx.record('decision'): cannot store" in str(outcome.error)
 
 
 async def test_notes_alone_need_no_commit():

@@ -54,6 +54,9 @@ class FullStore:
         self.asked.append(keep)
         return self.to_retire.pop(0) if self.to_retire else 0
 
+    async def forget_histories(self, **_: Any) -> int:
+        return 0
+
     async def repair(self, **_: Any) -> tuple[int, UUID]:
         self.slices += 1
         return 0, UUID(int=self.slices)
