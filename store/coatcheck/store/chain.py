@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from coatcheck.store.rows import Value
+from msgspec.structs import replace
+
+from coatcheck.store.rows import NewHistory, Value
 
 FORMAT = b"coatcheck.history.1"
 GENESIS = bytes(32)
@@ -62,6 +64,29 @@ def hash_of(task_id: UUID, entry: HistoryEntry, previous: bytes) -> bytes:
         previous,
     )
     return hashlib.sha256(b"".join(map(_prefixed, fields))).digest()
+
+
+def append(
+    task_id: UUID,
+    drafts: Sequence[NewHistory],
+    *,
+    number: int,
+    head: bytes | None,
+    at: datetime,
+    replica: str,
+    epoch: int,
+) -> tuple[list[HistoryEntry], bytes | None]:
+    """The drafts as entries of a chain that has `number` entries so far, the last one with the hash `head`; and the
+    hash of the last one now.
+    """
+    entries = []
+    for one in drafts:
+        number += 1
+        digest = digest_of(one.data)
+        entry = HistoryEntry(number, one.kind, at, replica, epoch, one.actor, one.key, one.data, digest, b"")
+        head = hash_of(task_id, entry, head or GENESIS)
+        entries.append(replace(entry, hash=head))
+    return entries, head
 
 
 def first_bad(

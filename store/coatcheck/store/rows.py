@@ -14,6 +14,8 @@ States of a task, and who moves it::
                      ├── put (hold)   ──► held ────── resume ──► running
                      └── lease over   ──► running, epoch + 1 (resume, or the redelivered trigger)
     any unfinished ── cancel ──► cancelled
+    any unfinished ── pause  ──► paused ── resume (by order) ──► running, its lease over
+    any unfinished, failed ── rewind, retry (by order) ──► running, its lease over
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class CallState(StrEnum):
     CLOSED = "closed"  # given up: by the handler, or because its task ended
 
 
-_PAYLOADS = frozenset({"body", "claims", "failure", "request", "traceback", "value"})
+_PAYLOADS = frozenset({"body", "claims", "data", "failure", "input", "request", "sets", "traceback", "value"})
 
 
 class Value(msgspec.Struct, frozen=True, gc=False):
@@ -225,6 +227,15 @@ class Birth(Value, frozen=True):
     caller: Caller | None = None
     deadline_at: datetime | None = None
     history: HistoryLevel = HistoryLevel.OFF
+
+
+class NewHistory(Value, frozen=True):
+    """An entry of a task's history that a decision made. `chain.append` gives it its number and its hash."""
+
+    kind: str
+    actor: str | None = None
+    key: str | None = None
+    data: bytes | None = None  # a blob
 
 
 class Task(Value, frozen=True):

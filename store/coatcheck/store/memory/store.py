@@ -9,11 +9,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from coatcheck.store.batcher import LANE_WIDTH, Observe
-from coatcheck.store.memory import claims, puts, queries, sweeps
+from coatcheck.store.memory import claims, orders, puts, queries, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.migrate import newest_version, schema_version
 from coatcheck.store.postgres import cancels as pg_cancels
 from coatcheck.store.postgres import claims as pg_claims
+from coatcheck.store.postgres import orders as pg_orders
 from coatcheck.store.postgres import puts as pg_puts
 from coatcheck.store.postgres import queries as pg_queries
 from coatcheck.store.postgres import records as pg_records
@@ -35,6 +36,8 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_claims.accept: claims.accept,
         pg_claims.resume: claims.resume,
         pg_cancels.cancel: claims.cancel,
+        pg_orders.order: orders.order,
+        pg_orders.find_for_order: orders.find_for_order,
         pg_sweeps.renew: sweeps.renew,
         pg_sweeps.hasten_held: sweeps.hasten_held,
         pg_sweeps.hasten_unsent: sweeps.hasten_unsent,

@@ -7,8 +7,9 @@ raises. Rows refuse what the schema refuses, by the same names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as copy_row
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from coatcheck.errors import Rejected
 from coatcheck.store import decide
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.kinds import Kind
 from coatcheck.store.postgres.records import from_json, to_json
 from coatcheck.store.rows import (
@@ -121,6 +123,7 @@ class Tables:
         self.calls: dict[CallId, CallRow] = {}
         self.calls_of: dict[TaskId, list[CallRow]] = {}
         self.entries_of: dict[TaskId, list[EntryRow]] = {}
+        self.history_of: dict[TaskId, list[HistoryEntry]] = {}
         self._undo: list[Callable[[], object]] = []
 
     def atomically(self, work: Callable[[Tables], T]) -> T:
@@ -172,10 +175,23 @@ class Tables:
             refuse("call_pkey")
         look_at = earliest(due_at, self.now + decide.RESEND_AFTER) if new.kind.is_published else due_at
         row = CallRow(task_id, new, checkpoint, self.now, hard_due_at, due_at, look_at, seq, epoch=by[0], replica=by[1])
-        self.calls[new.call_id] = row
-        self.calls_of[task_id].append(row)
-        self._undo.append(self.calls_of[task_id].pop)
-        self._undo.append(partial(self.calls.pop, new.call_id))
+        self._add_call(row)
+
+    def insert_call_row(self, like: CallRow, **values: Any) -> None:
+        """A call like another one, but for these values."""
+        self._add_call(copy_row(like, **values))
+
+    def _add_call(self, row: CallRow) -> None:
+        self.calls[row.new.call_id] = row
+        self.calls_of[row.task_id].append(row)
+        self._undo.append(self.calls_of[row.task_id].pop)
+        self._undo.append(partial(self.calls.pop, row.new.call_id))
+
+    def append_history(self, task_id: TaskId, entries: Sequence[HistoryEntry]) -> None:
+        chain = self.history_of.setdefault(task_id, [])
+        for entry in entries:
+            chain.append(entry)
+            self._undo.append(chain.pop)
 
     def _call_due_at(self, delay: timedelta | None) -> datetime | None:
         return None if delay is None else self.later(delay, or_refuse="call_due_at_can_be_read")

@@ -51,7 +51,6 @@ from coatcheck.store.rows import (
     Recorded,
     Task,
     TaskId,
-    TaskState,
 )
 
 ENTRY_NAMES = (
@@ -84,11 +83,14 @@ async def put_locked(
     """Write a batch of puts under their tasks' locks; the answers come in the order of the puts."""
     await connection.begin()
     answers: dict[int, PutDone | PutRefused | Busy] = {}
-    passed = await _fence(connection, puts, waits, answers)
+    pausing: set[TaskId] = set()
+    passed = await _fence(connection, puts, waits, answers, pausing)
     news = await _read_news(connection, passed.values())
     states = await _read_states(connection, [one for one, _ in passed.values()])
     writing = {
-        one.task_id: Writing(one, seen, decide.may_park(one, states), news.get(one.task_id, []))
+        one.task_id: Writing(
+            one, seen, decide.may_park(one, states), news.get(one.task_id, []), is_pausing=one.task_id in pausing
+        )
         for one, seen in passed.values()
     }
     done = await _write(connection, writing, replica)
@@ -102,7 +104,11 @@ async def put_locked(
 
 
 async def _fence(
-    connection: Connection, puts: Sequence[Put], waits: bool, answers: dict[int, PutDone | PutRefused | Busy]
+    connection: Connection,
+    puts: Sequence[Put],
+    waits: bool,
+    answers: dict[int, PutDone | PutRefused | Busy],
+    pausing: set[TaskId],
 ) -> dict[int, tuple[Put, int]]:
     """Lock the tasks, and let through only what follows the rows as they stand: each put with the number it follows."""
     found, busy = await lock_tasks(connection, (one.task_id for one in puts), waits=waits)
@@ -117,6 +123,8 @@ async def _fence(
         fence = decide.fence(one, task)
         if fence is Fence.WRITE:
             passed[index] = (one, 0 if task is None else task.seq)
+            if task is not None and task.is_pausing:
+                pausing.add(one.task_id)
         elif fence is Fence.PERHAPS_IN and task is not None and await _is_in(connection, one, task):
             answers[index] = await _answer_again(connection, one, task)
         else:
@@ -135,7 +143,7 @@ async def _is_in(connection: Connection, one: Put, task: Task) -> bool:
 
 async def _answer_again(connection: Connection, one: Put, task: Task) -> PutDone:
     """Answer a put that is in: with the news, read again, and with what it closed, for no run has heard of that yet."""
-    is_parked = task.state is TaskState.PARKED
+    is_parked = decide.is_put_down(task)
     news = (await _read_news(connection, [(one, task.seq)])).get(one.task_id, [])
     place = {"id": one.task_id, "checkpoint": task.checkpoint}
     news += [recorded_of(row) for row in await rows(connection, STATEMENTS["entries_of_checkpoint"], **place)]
@@ -233,7 +241,7 @@ def _add_rows(rows_of: dict[str, list[Any]], one: Writing, replica: str) -> None
     else:
         fence = (task_id, put.epoch, put.follows, one.seen, decide.shows_progress(put))
         rows_of["update"].append((*fence, *standing))
-        if one.is_parked:
+        if one.is_parked and not one.is_pausing:
             rows_of["wait"] += [(task_id, *member) for member in _members(put)]
     rows_of["close"] += [(call_id, task_id, seq) for call_id, seq in one.closes]
     rows_of["entry"] += [(*_entry_row(one, *entry), one.epoch, replica) for entry in one.entries]

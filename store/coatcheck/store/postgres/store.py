@@ -8,9 +8,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias, TypeVar
 from uuid import UUID
 
+from coatcheck.points import reach
 from coatcheck.store.batcher import Batcher, Observe
 from coatcheck.store.migrate import schema_version
-from coatcheck.store.postgres import cancels, claims, puts, queries, sweeps
+from coatcheck.store.orders import Filter, Order, OrderDone, OrderRefused
+from coatcheck.store.postgres import cancels, claims, orders, puts, queries, sweeps
 from coatcheck.store.postgres.database import Database
 from coatcheck.store.postgres.records import load_known
 from coatcheck.store.rows import (
@@ -65,6 +67,7 @@ class Store:
             self._batchers.append(made)
             return made
 
+        self._replica = replica
         granting: dict[str, Any] = {"lease": lease, "max_history": max_history}
         self._batchers: list[Batcher[Any, Any]] = []
         self._put: Batcher[Put, PutDone | PutRefused | None] = batcher("put", puts.put, replica=replica)
@@ -123,6 +126,18 @@ class Store:
     async def cancel(self, ask: CancelAsk) -> Ruling:
         """End a task as cancelled, or bury an unknown one."""
         return await self._cancel.submit(ask)
+
+    async def order(self, order: Order) -> OrderDone | OrderRefused:
+        """Do what a person ordered: rewind, fork, retry, pause, resume. Repeating it does it once more, unless it says
+        which epoch it is for.
+        """
+        done = await self._do(orders.order, order, replica=self._replica)
+        reach("after_order")
+        return done
+
+    async def find_for_order(self, wanted: Filter, *, limit: int) -> list[TaskId]:
+        """The oldest tasks that an order in bulk means."""
+        return await self._do(orders.find_for_order, wanted, limit=limit)
 
     async def find_task(self, task_id: TaskId) -> Task | None:
         """A plain look, without a lock."""
