@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, overload
 
 from coatcheck.broker.topology import Names
 from coatcheck.errors import UsageError
@@ -33,6 +33,7 @@ class Handler:
     binding: Binding
     retry: Retry
     is_deduplicated: bool
+    redoes_damage: bool = False
 
 
 class App:
@@ -87,7 +88,14 @@ class App:
 
     @overload
     def task(
-        self, /, *, name: str | None = None, retry: Retry | None = None, dedup: bool = False, default: bool = False
+        self,
+        /,
+        *,
+        name: str | None = None,
+        retry: Retry | None = None,
+        dedup: bool = False,
+        default: bool = False,
+        on_damage: Literal["hold", "redo"] = "hold",
     ) -> Callable[[Function], Function]: ...
 
     def task(
@@ -99,13 +107,18 @@ class App:
         retry: Retry | None = None,
         dedup: bool = False,
         default: bool = False,
+        on_damage: Literal["hold", "redo"] = "hold",
     ) -> Function | Callable[[Function], Function]:
         """Register a handler: `async def handler(ctx, …)`.
 
         `retry` repeats it after an exception (by default it runs once). `dedup` makes a duplicate of a request that
         never waited get the first answer too, at the price of one write. `default` takes requests that name no
-        handler; a service with one handler needs no default. Raises UsageError for a function that cannot be one.
+        handler; a service with one handler needs no default. `on_damage="redo"` does recorded work anew whose stored
+        value cannot be read; by default such a task is held for a person to decide. Raises UsageError for a function that cannot be one.
         """
+
+        if on_damage not in ("hold", "redo"):
+            raise UsageError(f"on_damage={on_damage!r} must be 'hold' or 'redo'")
 
         def register(function: Function) -> Function:
             binding = Binding.of(function, name=name)
@@ -114,7 +127,9 @@ class App:
                 raise UsageError(
                     f"{binding.location}: {self.service} has a handler {binding.name!r} already, at {other}"
                 )
-            self._handlers[binding.name] = Handler(binding.name, binding, retry or ONCE, dedup)
+            self._handlers[binding.name] = Handler(
+                binding.name, binding, retry or ONCE, dedup, redoes_damage=on_damage == "redo"
+            )
             if default:
                 if self._default is not None:
                     raise UsageError(f"{binding.location}: {self._default!r} is the default handler already")
