@@ -454,6 +454,6 @@ class Filter(Value, frozen=True):
         return isinstance(document, dict) and document.get("code") == self.code
 
 
-def origins_of(note: bytes) -> list[tuple[UUID, int]]:
-    """Whose numbers a fork replays, and up to which place in the order each."""
-    return [(UUID(str(task_id)), int(str(seq))) for task_id, seq in decode(note, list[tuple[str, int]])]
+def origins_of(note: Sequence[tuple[str, int]]) -> list[tuple[UUID, int]]:
+    """Whose numbers a fork replays, and up to which place in the order each, by what it noted of that."""
+    return [(UUID(task_id), seq) for task_id, seq in note]

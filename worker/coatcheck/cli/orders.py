@@ -1,4 +1,4 @@
-"""`coatcheck rewind`, `fork`, `retry`, `pause`, `resume`: what people order, for one task, several, or many by filter."""
+"""`coatcheck rewind`, `fork`, `retry`, `pause`, `resume`: what people order, for tasks by id or by filter."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def parse_where(context: click.Context, option: click.Parameter, written: str | 
         states = tuple(TaskState(word) for word in found.pop("state", "").split("+") if word)
     except ValueError as error:
         raise click.BadParameter(f"{error}; there are {', '.join(TaskState)}") from error
-    times = {name: _instant(found.pop(name)) for name in ("since", "until") if name in found}
-    return Filter(states=states, **found, **times)
+    for name in {"since", "until"} & found.keys():
+        found[name] = _instant(found[name])
+    return Filter(states=states, **found)
 
 
 def _instant(written: str) -> datetime:

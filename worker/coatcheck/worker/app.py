@@ -114,7 +114,8 @@ class App:
         `retry` repeats it after an exception (by default it runs once). `dedup` makes a duplicate of a request that
         never waited get the first answer too, at the price of one write. `default` takes requests that name no
         handler; a service with one handler needs no default. `on_damage="redo"` does recorded work anew whose stored
-        value cannot be read; by default such a task is held for a person to decide. Raises UsageError for a function that cannot be one.
+        value cannot be read; by default such a task is held for a person to decide. Raises UsageError for a function
+        that cannot be one.
         """
 
         if on_damage not in ("hold", "redo"):

@@ -218,8 +218,8 @@ class Client:
     async def order(self, order: Order) -> OrderDone:
         """Do what a person orders; `rewind`, `fork`, `retry`, `pause` and `resume` make the orders. Raises NotDone.
 
-        It is decided in the store. After that peers are told of calls that nobody waits for, and the sweeper is asked to
-        look at once; without a broker the sweeper finds the task at its next look.
+        It is decided in the store. After that peers are told of calls that the task gave up, and the sweeper is
+        asked to look at once; without a broker the sweeper finds the task at its next look.
         """
         done = await self.store.order(order)
         if isinstance(done, OrderRefused):

@@ -210,20 +210,16 @@ class Executor:
             return
         try:
             body = live.request if isinstance(live.request, Body) else to_body(live.request)
-            bound = live.handler.binding.bind(body)
+            live.run = self._make_run(live, live.handler, live.handler.binding.bind(body))
         except InvalidArguments as error:
             await self._finish(live, self._refusal(live, error))
             return
         except CorruptBlob as error:
-            await self._settle(live, Held(damage("the request (coatcheck.task)", error)))
+            is_named = isinstance(error, DamagedValue)
+            await self._settle(live, Held(error if is_named else damage("the request (coatcheck.task)", error)))
             return
         for unread in live.handler.binding.find_unread(body):
             log.warning("body_field_not_read", handler=live.handler.name, **unread.facts())
-        try:
-            live.run = self._make_run(live, live.handler, bound)
-        except CorruptBlob as error:  # of the note that says what a fork replays
-            await self._settle(live, Held(damage("where the task was forked from (coatcheck.journal, seq 0)", error)))
-            return
         reach("before_run")
         try:
             if live.ram is None and live.known.recorded:

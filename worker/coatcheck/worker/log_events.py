@@ -150,7 +150,7 @@ ERRORS: Mapping[str, str] = MappingProxyType(
         "task_crashed_repeatedly": "a task ended its process several times in a row, so it failed: look at its handler",
         "task_failed": "a handler raised and is not tried again: `coatcheck show TASK` has the traceback",
         "task_damaged": "a stored value cannot be read; the task goes on from just before it, as its handler says",
-        "damage_not_redone": "a stored value cannot be read and may not be done anew; the task is held. `reason` says why",
+        "damage_not_redone": "a stored value cannot be read and is not done anew; the task is held. `reason` says why",
         "cancels_not_sent": "the broker is away: peers are not told that a task gave their calls up",
         "order_not_told": "an order is in, and the broker was not reached: peers and the sweeper have not heard of it",
         "task_held": "this code cannot run the task; it is kept until code comes that can. `reason` says why",

@@ -27,8 +27,8 @@ from coatcheck.store.orders import ORIGINS, origins_of
 from coatcheck.store.rows import Known, OpenCall, Recorded
 
 __all__ = [
-    "NO_DIGEST", "REVISION", "Entry", "Journal", "Scope", "Wanted", "base_of", "damage", "digest_of", "escape_name", "rename_error",
-    "value_of",
+    "NO_DIGEST", "REVISION", "Entry", "Journal", "Scope", "Wanted", "base_of", "damage", "digest_of", "escape_name",
+    "rename_error", "value_of",
 ]  # fmt: skip
 
 REVISION: Final = "revision"
@@ -168,7 +168,7 @@ class Journal:
         """Whose numbers a fork replays; no task asks for the note itself."""
         self._unread.pop(ORIGINS, None)
         note = self._entries.get(ORIGINS)
-        return origins_of(note.value) if isinstance(note, Recorded) else []
+        return origins_of(value_of(note)) if isinstance(note, Recorded) else []
 
     def seed(self, task_id: UUID) -> UUID:
         """Whose id numbers are derived from: a fork's own, once it has read all that it began with."""
