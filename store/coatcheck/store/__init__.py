@@ -4,6 +4,7 @@ from coatcheck.store.blobs import Codec, CorruptBlob, decode, encode
 from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryStore, Tables
 from coatcheck.store.migrate import migrate, newest_version
+from coatcheck.store.orders import Filter, OrderDone
 from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import CallId, CallState, Task, TaskId, TaskState
 from coatcheck.store.views import Line
@@ -13,9 +14,11 @@ __all__ = [
     "CallState",
     "Codec",
     "CorruptBlob",
+    "Filter",
     "Kind",
     "Line",
     "MemoryStore",
+    "OrderDone",
     "Store",
     "Tables",
     "Task",

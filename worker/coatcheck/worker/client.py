@@ -47,10 +47,6 @@ LONGEST_POLL_S = 1.0
 OnProgress = Callable[[Progress], None]
 
 
-NOTHING: Any = object()
-"""No new input: None is one."""
-
-
 class NotDone(UsageError):
     """An order was refused, and nothing was changed. `code` says why in a word."""
 
@@ -234,7 +230,7 @@ class Client:
         to: int | str | None = None,
         *,
         sets: Mapping[str, Any] | None = None,
-        input: Any = NOTHING,  # noqa: A002 - the word of the command line
+        input: Any = ...,  # noqa: A002 - the word of the command line
         same_keys: bool = False,
         by: str | None = None,
         reason: str | None = None,
@@ -250,7 +246,7 @@ class Client:
                 task_id=TaskId(task_id),
                 to=to,
                 sets={key: encode(value) for key, value in (sets or {}).items()},
-                input=None if input is NOTHING else encode(input),
+                input=None if input is ... else encode(input),
                 same_keys=same_keys,
                 by=by,
                 reason=reason,
@@ -263,7 +259,7 @@ class Client:
         task_id: UUID,
         at: int | str,
         *,
-        input: Any = NOTHING,  # noqa: A002
+        input: Any = ...,  # noqa: A002
         by: str | None = None,
         reason: str | None = None,
         dry_run: bool = False,
@@ -274,7 +270,7 @@ class Client:
                 task_id=TaskId(task_id),
                 at=at,
                 new_task_id=TaskId(new_id()),
-                input=None if input is NOTHING else encode(input),
+                input=None if input is ... else encode(input),
                 by=by,
                 reason=reason,
                 is_dry_run=dry_run,
