@@ -28,11 +28,21 @@ async def order_all(store: Store, orders: Sequence[tuple[float, str, int]], comp
         task = await _insist(lambda task_id=task_id: store.find_task(task_id))  # type: ignore[misc]
         if task is None:
             continue
+        if kind == "retry":
+            await _wait_for_its_end(store, task_id)
         rng = random.Random(f"{at} {kind}")
         if kind == "pause":
             await _pause(store, task_id, rng)
         else:
             await _take_back(store, task, kind, rng, complain)
+
+
+async def _wait_for_its_end(store: Store, task_id: TaskId) -> None:
+    for _ in range(100):
+        task = await _insist(lambda: store.find_task(task_id))
+        if task is not None and task.state.is_final:
+            return
+        await asyncio.sleep(1.0)
 
 
 async def _pause(store: Store, task_id: TaskId, rng: random.Random) -> None:
@@ -46,7 +56,7 @@ async def _take_back(store: Store, task: Task, kind: str, rng: random.Random, co
     order: Order = Retry(task_id=task.task_id) if kind == "retry" else Rewind(task_id=task.task_id, to=point)
     before = {_row(line): line for line in await _insist(lambda: store.task_lines(task.task_id))}
     done = await _insist(lambda: store.order(order))
-    if not isinstance(done, OrderDone) or done.before == done.after != task.state:
+    if not isinstance(done, OrderDone):
         return
     for line in await _insist(lambda: store.task_lines(task.task_id)):
         was = before.get(_row(line))
