@@ -50,6 +50,9 @@ def draw(seed: int) -> Plan:
 
 def _draw_orders(rng: random.Random, asks: list[Ask]) -> list[tuple[float, str, int]]:
     """Now and then people give orders, for tasks that one requester waits for."""
+    if rng.random() < 0.1:
+        asks.append(Ask(len(asks), "hopeless", rng.randrange(100), rng.random() * 5))
+        return [(asks[-1].at + 3.0, "retry", asks[-1].number)]
     alone = [ask for ask in asks if not ask.repeats and ask.cancel_after is None]
     if not alone or rng.random() > 0.25:
         return []
