@@ -117,7 +117,7 @@ class Maker:
         task_id = self.one(tasks).task_id if tasks else self.one(self._near).task_id
         is_dry_run = self.one([False] * 5 + [True])
         who: dict[str, Any] = {"task_id": task_id, "by": self.one([None, "ann"]), "is_dry_run": is_dry_run}
-        match self._weighted({"rewind": 6, "set": 2, "retry": 3, "pause": 3, "resume": 3}):
+        match self._weighted({"rewind": 5, "set": 2, "retry": 3, "pause": 4, "resume": 4}):
             case "rewind":
                 to = self.one([0, 1, 2, 3, *POINTS])
                 body = self.one([None, None, None, encode("another")])

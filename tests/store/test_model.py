@@ -39,13 +39,13 @@ VERBS = (
     *(["put"] * 6 + ["claim"] * 4 + ["claim_what_one_waits_for"] * 3 + ["accept"] * 2 + ["resume"] * 3 + ["cancel"]),
     *("renew", "mark", "let_pass", "let_pass", "look", "retire", "retire", "repair", "hasten", "read"),
     "leave_to_the_sweeper",
-    *(["order"] * 4 + ["fork"]),
+    *(["order"] * 6 + ["fork"] * 2),
 )
 HAPPENS = (
     *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "cancel recorded"),
     *(f"claim {verdict}" for verdict in ("granted", "recorded", "duplicate", "late", "unknown")),
     *("accept granted", "accept duplicate", "resume granted", "resume early"),
-    *("order rewind", "order retry", "order pause", "order resume", "order fork", "OrderRefused"),
+    *("order rewind", "order pause", "order fork", "OrderRefused"),
 )
 
 
