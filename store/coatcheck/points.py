@@ -68,6 +68,8 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "order_received": "a cancel was delivered",
         "after_cancel": "a cancel is committed, nobody was told",
         "after_cancel_told": "a cancel was told to peers and the requester, not to other replicas",
+        "before_order": "a rewind, fork, retry, pause or resume is decided, nothing is written",
+        "after_order": "it is committed, no peer and no sweeper has heard of it",
         "before_bury": "a bad message is about to go to the dead letters",
         "after_bury": "it is there, and on its queue too",
         "sweep_looked": "a sweeper has taken what is due and put it off, nothing is emitted",

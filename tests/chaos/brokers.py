@@ -18,6 +18,8 @@ from tests.broker.node import Node, _script
 from coatcheck.points import POINTS
 
 ON_REFUSAL = ("before_leave", "after_leave")
+ON_ORDER = ("before_order", "after_order")
+"""People give no orders in these trials; the simulation has them."""
 """Points that a process comes to where a client's queue refuses its answer."""
 
 
@@ -30,7 +32,7 @@ class Broker(ABC):
     heavy_every_s: float
     peer_suffixes: tuple[str, ...]
     """Which queues a peer has."""
-    points: tuple[str, ...] = tuple(POINTS)
+    points: tuple[str, ...] = tuple(name for name in POINTS if name not in ON_ORDER)
     """At which points a process can die on it."""
 
     @abstractmethod
@@ -121,7 +123,7 @@ class QueuesInPostgres(Broker):
     # A peer declares itself as a service does. Nothing may end up in its replies and dead letters.
     peer_suffixes = ("", ".control", ".replies", ".dead")
     # Its queues have no limit. What happens when one refuses all the same is the simulation's to crash.
-    points = tuple(name for name in POINTS if name not in ON_REFUSAL)
+    points = tuple(name for name in POINTS if name not in (*ON_REFUSAL, *ON_ORDER))
 
     def __init__(self, store_url: str) -> None:
         self._store_url = store_url

@@ -16,10 +16,11 @@ from unittest import mock
 from msgspec import structs
 
 from coatcheck.broker.port import Delivery, Outgoing
-from coatcheck.store import decide
+from coatcheck.store import decide, targets
 from coatcheck.store.batcher import Batcher
 from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryStore, Tables, claims, puts
+from coatcheck.store.memory import orders as memory_orders
 from coatcheck.store.memory import sweeps as memory_sweeps
 from coatcheck.store.memory.operations import MemoryOperations, operation
 from coatcheck.store.rows import (
@@ -68,6 +69,34 @@ def planted(name: str | None) -> Iterator[None]:
 def bug(plant: Callable[[], Sequence[Patch]]) -> Callable[[], Sequence[Patch]]:
     BUGS[plant.__name__] = plant
     return plant
+
+
+# --- what people order ---
+
+
+@bug
+def a_rewind_forgets_a_reply_that_stays() -> Sequence[Patch]:
+    def careless(number: int, live: Any) -> Any:
+        return targets.Cut(number, [one for one in live if one.checkpoint > number or one.kind.is_awaited])
+
+    return [(targets, "_behind", careless)]
+
+
+@bug
+def a_resumed_task_is_looked_at_by_nothing() -> Sequence[Patch]:
+    write = memory_orders._write
+
+    def forgetful(tables: Tables, deed: Any) -> None:
+        write(tables, deed)
+        if deed.done.verb == "resume":
+            tables.change(tables.tasks[deed.task.task_id], look_at=None)
+
+    return [(memory_orders, "_write", forgetful)]
+
+
+@bug
+def a_retry_keeps_the_failure() -> Sequence[Patch]:
+    return [(targets.Place, "is_failure", property(lambda self: False))]
 
 
 # --- the order of commit, publish and ack ---

@@ -171,6 +171,11 @@ async def unstorable(ctx: Context, n: int) -> Any:
     return await ctx.call(PEER, {"n": n}, task="no\0such", timeout=600)
 
 
+async def hopeless(ctx: Context, n: int) -> Any:
+    """It fails, for people to retry."""
+    return await ctx.call(QUIET, {"n": n}, timeout=2)
+
+
 async def newer(ctx: Context, n: int) -> Any:
     """Known to the second version only: the first holds it."""
     return await _call(ctx, n)
@@ -208,6 +213,7 @@ EXPECTED: Mapping[str, Callable[[int, Any], bool]] = {
     "nowhere": lambda n, v: v == ["no_route", A(n)],
     "unstorable": lambda n, v: isinstance(v, TaskFailed),
     "newer": lambda n, v: v == A(n),
+    "hopeless": lambda n, v: isinstance(v, TaskFailed),
 }
 HANDLERS = (
     plain, one, careful, fan, chain, race, majority, branches, beside, long, again, refused, silent, patient, nap,
@@ -217,7 +223,7 @@ HANDLERS = (
 
 def make_app(version: str) -> App:
     app = App(SERVICE, version=version)
-    for handler in (*HANDLERS, *((newer,) if version == "2" else ())):
+    for handler in (*HANDLERS, hopeless, *((newer,) if version == "2" else ())):
         retry = Retry(attempts=5, backoff=0.5) if handler is again else None
         app.task(retry=retry, dedup=handler is careful)(handler)
     return app

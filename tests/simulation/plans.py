@@ -44,7 +44,23 @@ def draw(seed: int) -> Plan:
             (rng.random() * rng.choice((0.05, 3.0, 15.0)), rng.choice((0.5, 5.0, 60.0)), rng.choice(QUEUES))
             for _ in range(rng.randint(1, 4))
         ]
+    plan.orders = _draw_orders(random.Random(seed * 2 + 2), plan.asks)
     return plan
+
+
+def _draw_orders(rng: random.Random, asks: list[Ask]) -> list[tuple[float, str, int]]:
+    """Now and then people give orders, for tasks that one requester waits for."""
+    if rng.random() < 0.1:
+        asks.append(Ask(len(asks), "hopeless", rng.randrange(100), rng.random() * 5))
+        return [(asks[-1].at + 3.0, "retry", asks[-1].number)]
+    alone = [ask for ask in asks if not ask.repeats and ask.cancel_after is None]
+    if not alone or rng.random() > 0.25:
+        return []
+    kinds = ("rewind", "rewind", "pause", "retry")
+    picked = [rng.choice(alone) for _ in range(rng.randint(1, 4))]
+    return sorted(
+        (ask.at + rng.random() * rng.choice((0.1, 1.0, 8.0)), rng.choice(kinds), ask.number) for ask in picked
+    )
 
 
 def _draw_faults(rng: random.Random, *, span: int) -> Faults:

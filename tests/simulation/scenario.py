@@ -20,6 +20,7 @@ import structlog
 from tests.simulation import flows
 from tests.simulation.net import Server, SimBroker
 from tests.simulation.peers import Peer
+from tests.simulation.people import order_all
 from tests.simulation.watch import Judge
 from tests.simulation.world import Died, Process, World
 
@@ -99,6 +100,8 @@ class Plan:
     workers: int = 2
     sweepers: int = 1
     bad_messages: int = 0
+    orders: list[tuple[float, str, int]] = field(default_factory=list)
+    """When a person orders what, and for which request."""
     first_version: str = "1"
 
 
@@ -329,6 +332,9 @@ class Scene:
             world.later(at, lambda number=number: self._send_bad(number))  # type: ignore[misc]
         client = world.spawn("client")
         client.start(self._ask_all())
+        if plan.orders:
+            person = world.spawn("person")
+            person.start(order_all(SimStore(self, person), plan.orders, world.complain))
         self._arrange_faults()
 
     def _send_bad(self, number: int) -> None:

@@ -34,7 +34,8 @@ class Judge:
         self.buried = 0
         self.counts: Counter[str] = Counter()
         self._numbers = itertools.count(1)
-        self._ends: dict[TaskId, tuple[TaskState, bytes | None]] = {}
+        self._ends: dict[tuple[TaskId, int], tuple[TaskState, bytes | None]] = {}
+        """By task and revision: an order may take a failed task back."""
         self._epochs: dict[TaskId, int] = {}
         self._closed: dict[CallId, tuple[CallState, bytes | None]] = {}
         self._entry_counts: dict[TaskId, int] = {}
@@ -81,9 +82,9 @@ class Judge:
     def _check_end(self, task_id: TaskId, row: TaskRow) -> None:
         if row.task.state in FINAL_STATES:
             end = (row.task.state, row.task.value)
-            if self._ends.setdefault(task_id, end) != end:
-                self.world.complain(f"task {_short(task_id)} ended twice: {self._ends[task_id]} and {end}")
-        elif task_id in self._ends:
+            if self._ends.setdefault((task_id, row.task.revision), end) != end:
+                self.world.complain(f"task {_short(task_id)} ended twice, the second time as {end}")
+        elif (task_id, row.task.revision) in self._ends:
             self.world.complain(f"task {_short(task_id)} had ended and is {row.task.state} again")
 
     def _has_waker(self, task_id: TaskId, row: TaskRow) -> bool:
@@ -141,9 +142,12 @@ class Judge:
         task = str(message.headers["cc-id"])
         if message.correlation_id:
             self.answered.add(message.correlation_id)
-            if self._answered_by.setdefault(message.correlation_id, task) != task:
+            base = task.partition(":")[0]
+            if self._answered_by.setdefault(message.correlation_id, base) != base:
                 self.world.complain(f"request {message.correlation_id[:8]} was answered by two tasks")
-        row = self.tables.tasks.get(TaskId(UUID(task)))
+        row = self.tables.tasks.get(TaskId(UUID(task.partition(":")[0])))
+        if row is not None and row.task.revision and not task.endswith(f":{row.task.revision}"):
+            return  # it was taken back while its answer was on its way
         if row is not None and row.task.epoch == 0:
             return  # a tombstone: a run that needed no row may have been faster, for one copy of a request or for all
         # Copies that need no row answer for themselves: alike among each other, but one with a row may be cancelled.
@@ -179,7 +183,8 @@ class Judge:
         assert process is not None
         self.world.note(process.name, f"does step {key} of {task[:8]} (number {number})")
         self.counts["steps"] += 1
-        if any(entry.new.key.startswith(key) for entry in self.tables.entries_of.get(task_id, ())):
+        entries = self.tables.entries_of.get(task_id, ())
+        if any(entry.new.key.startswith(key) and not entry.is_forgotten for entry in entries):
             epoch = self.tables.tasks[task_id].task.epoch
             if all(
                 live.epoch == epoch

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.store.kit import DAY, MINUTE, birth
 
-from coatcheck.store import CallId, CallState, Kind, Tables, Task, TaskId, TaskState
+from coatcheck.store import CallId, CallState, Kind, Tables, Task, TaskId, TaskState, encode
 from coatcheck.store.memory.tables import CallRow, TaskRow
+from coatcheck.store.orders import Fork, Order, Pause, Resume, Retry, Rewind
 from coatcheck.store.rows import (
     Again,
     Arrival,
@@ -39,6 +40,7 @@ from coatcheck.store.views import Renewal
 NOW = timedelta()
 TASK_COUNT = 8
 KEYS = ("a#1", "b#1", "c#1")
+POINTS = ("start", "latest", "before:last-failure", "nowhere", *(f"before:{key}" for key in (*KEYS, "none")))
 LEASES = (NOW, MINUTE, 5 * MINUTE)
 REPLIES: dict[str, tuple[CallState | None, bytes, dict[str, Any] | None]] = {
     "ok": (CallState.OK, b"value", None),
@@ -110,6 +112,30 @@ class Maker:
         correlation_id = self.one([None, None, "c-0", "c-1", "c-none"])
         task_id, keep = self.one(self._near).task_id, self.one([NOW, DAY])
         return CancelAsk(self._queue() or "svc", task_id, lambda _: b"reason", keep, correlation_id)
+
+    def order(self) -> Order:
+        """Mostly of a task that is there, and to a point that it has."""
+        tasks = [row.task for row in self._rows()]
+        task_id = self.one(tasks).task_id if tasks else self.one(self._near).task_id
+        is_dry_run = self.one([False] * 5 + [True])
+        who: dict[str, Any] = {"task_id": task_id, "by": self.one([None, "ann"]), "is_dry_run": is_dry_run}
+        match self._weighted({"rewind": 5, "set": 2, "retry": 3, "pause": 4, "resume": 4}):
+            case "rewind":
+                to = self.one([0, 1, 2, 3, *POINTS])
+                body = self.one([None, None, None, encode("another")])
+                return Rewind(**who, to=to, same_keys=self.maybe(), input=body)
+            case "set":
+                return Rewind(**who, sets={key: encode("set") for key in self.some(KEYS, least=1, most=2)})
+            case "retry":
+                return Retry(**who)
+            case "pause":
+                return Pause(**who)
+            case _:
+                paused = [row.task.task_id for row in self._rows(TaskState.PAUSED)]
+                return Resume(**who | {"task_id": self.one(paused or [task_id])})
+
+    def fork(self) -> Fork:
+        return Fork(task_id=self.one(self._near).task_id, at=self.one([1, 2, *POINTS]), new_task_id=TaskId(self._id()))
 
     def _queue(self) -> str:
         """On whose queue something came; mostly nobody asks."""

@@ -30,6 +30,7 @@ from tests.store.kit import (
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store import MemoryStore, Tables, TaskState, newest_version
+from coatcheck.store.orders import Filter, Pause
 from coatcheck.store.rows import Address, Request, Verdict, Wake
 
 NOWHERE = UUID(int=0)
@@ -42,6 +43,8 @@ METHODS = {
     "accept": lambda store: store.accept(Request(birth())),
     "resume": lambda store: store.resume(Wake(new_id(), 1)),
     "cancel": lambda store: store.cancel(cancel_of(new_id())),
+    "order": lambda store: store.order(Pause(task_id=new_id())),
+    "find_for_order": lambda store: store.find_for_order(Filter(), limit=1),
     "find_task": lambda store: store.find_task(new_id()),
     "renew": lambda store: store.renew([], lease=MINUTE),
     "give_back": lambda store: store.give_back([], lease=MINUTE, detaches=True),

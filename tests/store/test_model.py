@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from msgspec import Struct, structs
 from tests.store.bench import MemoryBench, PostgresBench
-from tests.store.kit import DAY, MINUTE, check_histories, check_rows
+from tests.store.kit import DAY, MINUTE, cancel_of, check_histories, check_rows
 from tests.store.making import LEASES, NOW, Maker
 
 from coatcheck.errors import Rejected
 from coatcheck.store import CallId, CallState, MemoryStore, Store, Task, TaskId, TaskState
+from coatcheck.store.orders import OrderDone
 from coatcheck.store.postgres.database import SERVER_SETTINGS
 from coatcheck.store.rows import Address, OpenCall, Peer, PutDone, Ruling
 from coatcheck.store.views import Retention
@@ -38,11 +39,13 @@ VERBS = (
     *(["put"] * 6 + ["claim"] * 4 + ["claim_what_one_waits_for"] * 3 + ["accept"] * 2 + ["resume"] * 3 + ["cancel"]),
     *("renew", "mark", "let_pass", "let_pass", "look", "retire", "retire", "repair", "hasten", "read"),
     "leave_to_the_sweeper",
+    *(["order"] * 6 + ["fork"] * 2),
 )
 HAPPENS = (
     *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "cancel recorded"),
     *(f"claim {verdict}" for verdict in ("granted", "recorded", "duplicate", "late", "unknown")),
     *("accept granted", "accept duplicate", "resume granted", "resume early", "retired"),
+    *("order rewind", "order pause", "order fork", "OrderRefused"),
 )
 
 
@@ -92,6 +95,18 @@ class Twins(RuleBasedStateMachine):
 
     def _cancel(self, make: Maker) -> None:
         self._submit(Store.cancel, make.several(make.ask))
+
+    def _order(self, make: Maker) -> None:
+        order = make.order()
+        self._happened[_told("order", self._ask(lambda store: store.order(order)))] += 1
+
+    def _fork(self, make: Maker) -> None:
+        """One fork in both, under one id. Then it is cancelled: nothing else here knows it."""
+        order = make.fork()
+        self._happened[_told("order", self._ask(lambda store: store.order(order)))] += 1
+        self.rows_are_alike_and_sound()
+        ask = cancel_of(order.new_task_id)
+        self._ask(lambda store: store.cancel(ask))
 
     def _renew(self, make: Maker) -> None:
         renewals, lease, detaches = make.renewals(), make.one(LEASES), make.maybe()
@@ -206,6 +221,8 @@ class Twins(RuleBasedStateMachine):
 
 def _told(verb: str, answer: Any) -> str:
     match answer:
+        case OrderDone(verb=order):
+            return f"{verb} {order}"
         case Ruling(verdict):
             return f"{verb} {verdict}"
         case PutDone(is_parked=True):

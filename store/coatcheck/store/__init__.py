@@ -6,6 +6,7 @@ from coatcheck.store.front import Store
 from coatcheck.store.kinds import Kind
 from coatcheck.store.memory import MemoryOperations, MemoryStore, Tables
 from coatcheck.store.migrate import migrate
+from coatcheck.store.orders import Filter, OrderDone
 from coatcheck.store.port import Operations
 from coatcheck.store.rows import CallId, CallState, Task, TaskId, TaskState
 from coatcheck.store.versions import newest_version
@@ -17,11 +18,13 @@ __all__ = [
     "CheckpointInfo",
     "Codec",
     "CorruptBlob",
+    "Filter",
     "Kind",
     "Line",
     "MemoryOperations",
     "MemoryStore",
     "Operations",
+    "OrderDone",
     "Store",
     "Tables",
     "Task",

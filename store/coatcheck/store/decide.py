@@ -66,6 +66,8 @@ from coatcheck.store.rows import (
 REQUEST_TRIGGER = "request"
 RESEND_AFTER = timedelta(seconds=60)
 """How long a call or final reply may stand unmarked before the sweeper sends it again."""
+PAUSED_FOR = timedelta(days=3650)
+"""A paused task has a due time too, as far away as the longest wait. Nothing happens then but a look."""
 LONGEST_AGAIN = timedelta(hours=1)
 SHORTEST_RESEND = timedelta(seconds=2)
 LONGEST_RESEND = timedelta(minutes=5)
@@ -437,13 +439,14 @@ def is_in(put: Put, task: Task, *, keys: Sequence[str], calls: Collection[CallId
 def _shows(task: Task, end: Park | Going | Again | Hold) -> bool:
     match end:
         case Park():
-            return task.state in (TaskState.PARKED, TaskState.RUNNING)
+            return task.state in (TaskState.PARKED, TaskState.RUNNING, TaskState.PAUSED)
         case Going(is_detached=is_detached):
-            return task.state is TaskState.RUNNING and not (is_detached and task.trigger is not None)
+            is_going = task.state is TaskState.RUNNING and not (is_detached and task.trigger is not None)
+            return is_going or task.state is TaskState.PAUSED
         case Again(failure=failure):
-            return task.state is TaskState.RETRYING and task.value == failure
+            return task.state in (TaskState.RETRYING, TaskState.PAUSED) and task.value == failure
         case Hold(failure=failure):
-            return task.state is TaskState.HELD and task.value == failure
+            return task.state in (TaskState.HELD, TaskState.PAUSED) and task.value == failure
         case _:
             assert_never(end)
 
@@ -459,6 +462,12 @@ class Standing(Value, frozen=True):
     traceback: str | None = None
     groups: tuple[Group, ...] = ()
 
+    @property
+    def ends_attempt(self) -> bool:
+        """Whether the next run is another attempt; that of a task which is paused instead of tried again is, too."""
+        is_failed = self.state is TaskState.PAUSED and self.traceback is not None
+        return self.state is TaskState.RETRYING or is_failed
+
     def trigger_after(self, trigger: str | None) -> str | None:
         """Make of the row's trigger what the put leaves. A finished task keeps it: its message may come back."""
         return trigger if self.state.is_final or not self.is_detached else None
@@ -472,8 +481,14 @@ class Standing(Value, frozen=True):
         return RESEND_AFTER if self.is_detached or trigger is None else None
 
 
-def standing(put: Put, *, is_parked: bool) -> Standing:
-    """Say how the row of a task stands once this write of its run is in."""
+def standing(put: Put, *, is_parked: bool, is_pausing: bool = False) -> Standing:
+    """Say how the row of a task stands once this write of its run is in. One that is to be paused is, unless it ends:
+    its run is put down as if it were parked.
+    """
+    if is_pausing and not isinstance(put.end, Finish):
+        failure = put.end.failure if isinstance(put.end, Again | Hold) else None
+        traceback = put.end.traceback if isinstance(put.end, Again) else None
+        return Standing(TaskState.PAUSED, PAUSED_FOR, True, failure, printable(traceback))
     match put.end:
         case Park(groups) if is_parked:
             return Standing(TaskState.PARKED, None, is_detached=True, groups=groups)
@@ -515,8 +530,11 @@ class Writing:
     opens: list[tuple[NewCall, int | None]] = field(default_factory=list)
     """A send counts as done from the moment its row exists, so it has its place at once."""
     chain: Chain = NO_CHAIN
+    is_pausing: bool = False
+    """A person wants the task paused."""
 
     def __post_init__(self) -> None:
+        self.is_parked = self.is_parked or (self.is_pausing and not isinstance(self.put.end, Finish))
         put, seq = self.put, self.seen
         for call_id in put.changes.closes:
             seq += 1
@@ -551,7 +569,7 @@ class Writing:
 
     @property
     def standing(self) -> Standing:
-        return standing(self.put, is_parked=self.is_parked)
+        return standing(self.put, is_parked=self.is_parked, is_pausing=self.is_pausing)
 
     def history(self, author: Author) -> list[HistoryEntry]:
         """What it appends to its task's history; `chain` stands after it then."""
@@ -560,6 +578,11 @@ class Writing:
         )
         entries, self.chain = author.tell(self.put.task_id, drafts, at=self.chain, epoch=self.epoch)
         return entries
+
+
+def is_put_down(task: Task) -> bool:
+    """Tell whether a run whose write is in is to be put down."""
+    return task.state in (TaskState.PARKED, TaskState.PAUSED)
 
 
 def opens(put: Put) -> Sequence[NewCall]:

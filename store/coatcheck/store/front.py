@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any, TypeAlias
 from uuid import UUID
 
+from coatcheck.points import reach
 from coatcheck.store.batcher import Batcher, Observe
 from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import CheckpointInfo, Stored, checkpoints_of
 from coatcheck.store.history import Author
 from coatcheck.store.opening import open_operations
+from coatcheck.store.orders import Filter, Order, OrderDone, OrderRefused
 from coatcheck.store.port import Operations
 from coatcheck.store.rows import (
     MAX_HISTORY,
@@ -114,6 +116,18 @@ class Store:
     async def cancel(self, ask: CancelAsk) -> Ruling:
         """End a task as cancelled, or bury an unknown one."""
         return await self._cancel.submit(ask)
+
+    async def order(self, order: Order) -> OrderDone | OrderRefused:
+        """Do what a person ordered: rewind, fork, retry, pause, resume. Repeating it does it once more, unless it says
+        which epoch it is for.
+        """
+        done = await self._operations.order(order, author=self._author)
+        reach("after_order")
+        return done
+
+    async def find_for_order(self, wanted: Filter, *, limit: int) -> list[TaskId]:
+        """The oldest tasks that an order in bulk means."""
+        return await self._operations.find_for_order(wanted, limit=limit)
 
     async def find_task(self, task_id: TaskId) -> Task | None:
         """A plain look, without a lock."""

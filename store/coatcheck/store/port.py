@@ -30,6 +30,7 @@ from coatcheck.store.batcher import Busy, Unreadable
 from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import Stored
 from coatcheck.store.history import Author
+from coatcheck.store.orders import Filter, Order, OrderDone, OrderRefused
 from coatcheck.store.rows import (
     Address,
     Arrival,
@@ -123,6 +124,12 @@ class Operations(Protocol):
 
     async def find_tasks(self, ids: Sequence[TaskId], waits: bool) -> Sequence[Task | None]:
         """The tasks in the order of their ids, None where there is no row. It locks nothing."""
+
+    async def order(self, order: Order, *, author: Author) -> OrderDone | OrderRefused:
+        """Do what a person ordered, under the task's lock: all of it, or nothing."""
+
+    async def find_for_order(self, wanted: Filter, *, limit: int) -> list[TaskId]:
+        """The oldest tasks that a filter lets pass."""
 
     # --- leases and what was sent ---
 

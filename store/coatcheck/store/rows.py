@@ -14,6 +14,8 @@ States of a task, and who moves it::
                      ├── put (hold)   ──► held ────── resume ──► running
                      └── lease over   ──► running, epoch + 1 (resume, or the redelivered trigger)
     any unfinished ── cancel ──► cancelled
+    any unfinished ── pause  ──► paused ── resume (by order) ──► running, its lease over
+    any unfinished, failed ── rewind, retry (by order) ──► running, its lease over
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class CallState(StrEnum):
     CLOSED = "closed"  # given up: by the handler, or because its task ended
 
 
-_PAYLOADS = frozenset({"body", "claims", "data", "failure", "request", "traceback", "value"})
+_PAYLOADS = frozenset({"body", "claims", "data", "failure", "input", "request", "sets", "traceback", "value"})
 
 
 class Value(msgspec.Struct, frozen=True, gc=False):

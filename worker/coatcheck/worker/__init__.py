@@ -13,7 +13,7 @@ from coatcheck.errors import (
 )
 from coatcheck.store.rows import Caller
 from coatcheck.worker.app import App
-from coatcheck.worker.client import Client, NoSuchTask, Ticket
+from coatcheck.worker.client import Client, NoSuchTask, NotDone, Ticket
 from coatcheck.worker.engine.context import Context
 from coatcheck.worker.retry import Backoff, Retry
 from coatcheck.worker.settings import Checkpointing, Settings
@@ -32,6 +32,7 @@ __all__ = [
     "Context",
     "NoSuchTask",
     "NobodyThere",
+    "NotDone",
     "Retry",
     "Settings",
     "StepFailed",

@@ -10,7 +10,7 @@ import difflib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeAlias, TypeVar, overload
 
 import msgspec
 
@@ -51,6 +51,7 @@ class Handler:
     is_deduplicated: bool
     history: HistoryLevel | None = None
     """None: as the settings say."""
+    redoes_damage: bool = False
 
 
 class App:
@@ -111,9 +112,16 @@ class App:
 
     @overload
     def task(
-        self, /, *, name: str | None = None, retry: Retry | None = None, dedup: bool = False, default: bool = False,
+        self,
+        /,
+        *,
+        name: str | None = None,
+        retry: Retry | None = None,
+        dedup: bool = False,
+        default: bool = False,
         history: str | None = None,
-    ) -> Callable[[Function], Function]: ...  # fmt: skip
+        on_damage: Literal["hold", "redo"] = "hold",
+    ) -> Callable[[Function], Function]: ...
 
     def task(
         self,
@@ -125,14 +133,19 @@ class App:
         dedup: bool = False,
         default: bool = False,
         history: str | None = None,
+        on_damage: Literal["hold", "redo"] = "hold",
     ) -> Function | Callable[[Function], Function]:
         """Register a handler: `async def handler(ctx, …)`.
 
         `retry` repeats it after an exception (by default it runs once). `dedup` makes a duplicate of a request that
         never waited get the first answer too, at the price of one write. `default` takes requests that name no
-        handler; a service with one handler needs no default. `history` is the app's, unless given. Raises UsageError
-        for a function that cannot be one.
+        handler; a service with one handler needs no default. `history` is the app's, unless given.
+        `on_damage="redo"` does recorded work anew whose stored value cannot be read; by default such a task is held for
+        a person to decide. Raises UsageError for a function that cannot be one.
         """
+
+        if on_damage not in ("hold", "redo"):
+            raise UsageError(f"on_damage={on_damage!r} must be 'hold' or 'redo'")
 
         def register(function: Function) -> Function:
             binding = Binding.of(function, name=name)
@@ -142,7 +155,9 @@ class App:
                     f"{binding.location}: {self.service} has a handler {binding.name!r} already, at {other}"
                 )
             level = None if history is None else check_history_level(binding.location, history).level
-            self._handlers[binding.name] = Handler(binding.name, binding, retry or ONCE, dedup, level)
+            self._handlers[binding.name] = Handler(
+                binding.name, binding, retry or ONCE, dedup, level, redoes_damage=on_damage == "redo"
+            )
             if default:
                 if self._default is not None:
                     raise UsageError(f"{binding.location}: {self._default!r} is the default handler already")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,19 +16,28 @@ from uuid import UUID
 
 from coatcheck.broker import connect
 from coatcheck.broker.bodies import Body, Limits
-from coatcheck.broker.port import Broker, Delivery, Outgoing, Routing
+from coatcheck.broker.port import Broker, Delivery, Message, Outgoing, Routing
 from coatcheck.broker.topology import Names
 from coatcheck.broker.wire import Progress, Reply, ReplyKind, make_cancel, make_request, parse_reply
-from coatcheck.errors import BrokerUnavailable, MalformedMessage, NobodyThere, TaskCancelled, TaskFailed, UsageError
+from coatcheck.errors import (
+    BrokerUnavailable,
+    CoatcheckError,
+    MalformedMessage,
+    NobodyThere,
+    TaskCancelled,
+    TaskFailed,
+    UsageError,
+)
 from coatcheck.log import get_logger
-from coatcheck.store.blobs import CorruptBlob, decode
+from coatcheck.store.blobs import CorruptBlob, decode, encode
 from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import CheckpointInfo, checkpoints_of
 from coatcheck.store.front import OpenStore, Store
+from coatcheck.store.orders import Fork, Order, OrderDone, OrderRefused, Pause, Resume, Retry, Rewind
 from coatcheck.store.rows import Task, TaskId, TaskState
 from coatcheck.store.views import HistoryLine, Line
-from coatcheck.worker.ids import child_traceparent
-from coatcheck.worker.messages import task_id_of, to_body
+from coatcheck.worker.ids import child_traceparent, new_id
+from coatcheck.worker.messages import cancel_message, task_id_of, to_body
 from coatcheck.worker.servers import no_server, settle, warn_of_exposures
 from coatcheck.worker.settings import Settings, is_embedded
 
@@ -36,6 +45,14 @@ log = get_logger(__name__)
 
 LONGEST_POLL_S = 1.0
 OnProgress = Callable[[Progress], None]
+
+
+class NotDone(UsageError):
+    """An order was refused, and nothing was changed. `code` says why in a word."""
+
+    def __init__(self, detail: str, *, code: str = "") -> None:
+        super().__init__(detail)
+        self.code = code
 
 
 class NoSuchTask(UsageError):
@@ -191,6 +208,97 @@ class Client:
             raise _refused(order.to)
         if routing is Routing.NO_ROUTE:
             raise NobodyThere(f"there is no service {service!r} on this broker")
+
+    # --- ordering ---
+
+    async def order(self, order: Order) -> OrderDone:
+        """Do what a person orders; `rewind`, `fork`, `retry`, `pause` and `resume` make the orders. Raises NotDone.
+
+        It is decided in the store. After that peers are told of calls that the task gave up, and the sweeper is
+        asked to look at once; without a broker the sweeper finds the task at its next look.
+        """
+        done = await self.store.order(order)
+        if isinstance(done, OrderRefused):
+            raise NotDone(done.detail, code=done.code)
+        if not done.is_dry_run:
+            await self._tell_of(done)
+        return done
+
+    async def rewind(
+        self,
+        task_id: UUID,
+        to: int | str | None = None,
+        *,
+        sets: Mapping[str, Any] | None = None,
+        input: Any = ...,  # noqa: A002 - the word of the command line
+        same_keys: bool = False,
+        by: str | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+    ) -> OrderDone:
+        """Discard what a task recorded after a point, and let it go on from there.
+
+        `to`: a checkpoint's number, `start`, `latest`, `before:NAME`, `before:last-failure`. `sets` gives recorded
+        entries other values and goes to just after them. `input` replaces the request, for `start`. Raises NotDone.
+        """
+        return await self.order(
+            Rewind(
+                task_id=TaskId(task_id),
+                to=to,
+                sets={key: encode(value) for key, value in (sets or {}).items()},
+                input=None if input is ... else encode(input),
+                same_keys=same_keys,
+                by=by,
+                reason=reason,
+                is_dry_run=dry_run,
+            )
+        )
+
+    async def fork(
+        self,
+        task_id: UUID,
+        at: int | str,
+        *,
+        input: Any = ...,  # noqa: A002
+        by: str | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+    ) -> OrderDone:
+        """Begin a new task with what another one had recorded up to a point. The answer names it. Raises NotDone."""
+        return await self.order(
+            Fork(
+                task_id=TaskId(task_id),
+                at=at,
+                new_task_id=TaskId(new_id()),
+                input=None if input is ... else encode(input),
+                by=by,
+                reason=reason,
+                is_dry_run=dry_run,
+            )
+        )
+
+    async def retry(self, task_id: UUID, *, by: str | None = None, reason: str | None = None) -> OrderDone:
+        """Let a failed task go on from its last checkpoint, its failures forgotten. Raises NotDone."""
+        return await self.order(Retry(task_id=TaskId(task_id), by=by, reason=reason))
+
+    async def pause(self, task_id: UUID, *, by: str | None = None, reason: str | None = None) -> OrderDone:
+        """Let nothing of a task run until it is resumed; replies are recorded meanwhile. Raises NotDone."""
+        return await self.order(Pause(task_id=TaskId(task_id), by=by, reason=reason))
+
+    async def resume(self, task_id: UUID, *, by: str | None = None, reason: str | None = None) -> OrderDone:
+        """Let a paused task go on. Raises NotDone."""
+        return await self.order(Resume(task_id=TaskId(task_id), by=by, reason=reason))
+
+    async def _tell_of(self, done: OrderDone) -> None:
+        """Tell peers and the sweeper, as far as the broker is there: the order itself is in."""
+        told = [cancel_message(call.call_id, call.peer, "its task was taken back") for call in done.cancels]
+        if not told and done.after is not TaskState.RUNNING:
+            return
+        hint = Outgoing(self.settings.sweeper_queue, Message(body=b"0"))
+        try:
+            await (await self.broker()).publish([*told, hint])
+        except CoatcheckError as error:
+            log.warning("order_not_told", error=str(error), task_id=str(done.task_id))
 
     # --- looking ---
 

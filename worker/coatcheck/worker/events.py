@@ -224,6 +224,17 @@ class TaskHeld(Event, frozen=True):
         log.error("task_held", reason=self.reason, retry_in_s=self.retry_in_s)
 
 
+class TaskDamaged(Event, frozen=True):
+    """A stored value cannot be read, and its handler has it done anew: the task goes on from just before it."""
+
+    key: str
+    checkpoint: int
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.damaged.inc()
+        log.error("task_damaged", key=self.key, checkpoint=self.checkpoint)
+
+
 class HandlerFailed(Event, frozen=True):
     """A handler raised and is not tried again. `task_finished` follows."""
 

@@ -33,13 +33,14 @@ from coatcheck.errors import (
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
+from coatcheck.store.orders import OrderRefused, Rewind
 from coatcheck.store.rows import ALONE, Again, Changes, Finish, HistoryLevel, Hold, TaskState
 from coatcheck.worker import events
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
 from coatcheck.worker.checkpoint_limits import check_history
 from coatcheck.worker.engine.context import Context
-from coatcheck.worker.engine.keys import damage
+from coatcheck.worker.engine.keys import DamagedValue, damage
 from coatcheck.worker.engine.run import Run
 from coatcheck.worker.engine.run_port import (
     NO_CHANGES,
@@ -210,16 +211,16 @@ class Executor:
             return
         try:
             body = live.request if isinstance(live.request, Body) else to_body(live.request)
-            bound = live.handler.binding.bind(body)
+            live.run = self._make_run(live, live.handler, live.handler.binding.bind(body))
         except InvalidArguments as error:
             await self._finish(live, self._refusal(live, error))
             return
         except CorruptBlob as error:
-            await self._settle(live, Held(damage("the request (coatcheck.task)", error)))
+            is_named = isinstance(error, DamagedValue)
+            await self._settle(live, Held(error if is_named else damage("the request (coatcheck.task)", error)))
             return
         for unread in live.handler.binding.find_unread(body):
             log.warning("body_field_not_read", handler=live.handler.name, **unread.facts())
-        live.run = self._make_run(live, live.handler, bound)
         reach("before_run")
         try:
             if live.ram is None and live.known.recorded:
@@ -249,6 +250,7 @@ class Executor:
             version=live.version,
             caller=live.caller,
             deadline_at=live.deadline_at,
+            revision=live.revision,
             invoke=invoke,
             known=live.known,
             port=live,
@@ -266,6 +268,8 @@ class Executor:
                 live.requeue() if live.is_unsent else live.ack()
             case Raised(error, forget, changes):
                 await self._fail_or_retry(live, error, forget, changes)
+            case Held(DamagedValue(key=str(key))) if self._redoes(live) and await self._redo(live, key):
+                live.ack()
             case Held(error):
                 await self._hold(live, problem_of(error, live.task_id, live.attempt), str(error))
             case Abandoned():
@@ -278,6 +282,31 @@ class Executor:
                 await self._finish(live, TaskEnd(TaskState.CANCELLED, encode(document), is_worth_a_row=True))
             case _:
                 assert_never(outcome)
+
+    def _redoes(self, live: TaskRun) -> bool:
+        return live.handler is not None and live.handler.redoes_damage and live.ram is None
+
+    async def _redo(self, live: TaskRun, key: str) -> bool:
+        """Go back to just before an entry that cannot be read. False: it may not be, and the task is held.
+
+        If we die before the commit, the trigger comes back and finds the damage once more; after it, the row is the
+        sweeper's.
+        """
+        order = Rewind(
+            task_id=live.task_id, to=f"before:{key}", by="on_damage", epoch=live.epoch, is_damage=True,
+            reason="its stored value cannot be read",
+        )  # fmt: skip
+        done = await self._runtime.store.order(order)
+        if isinstance(done, OrderRefused):
+            log.warning("damage_not_redone", key=key, reason=done.detail)
+            return False
+        self._tell(events.TaskDamaged(live.task_id, key, done.checkpoint))
+        try:
+            await self._runtime.outbox.cancel_calls(done.cancels, "its task was taken back")
+        except BrokerUnavailable as error:
+            log.debug("cancels_not_sent", error=str(error))
+        self._runtime.hints.give([timedelta()])
+        return True
 
     def _result(self, live: TaskRun, outcome: Finished) -> TaskEnd:
         """What the handler returned, if it can be sent."""
@@ -447,7 +476,14 @@ class Executor:
         A requester that is gone can fetch the result later. One whose queue refuses the reply is sent it later: for
         both the task gets a row.
         """
-        replies = answers(live.task_id, end.state, end.value, live.addresses, traceparent=live.traceparent)
+        replies = answers(
+            live.task_id,
+            end.state,
+            end.value,
+            live.addresses,
+            traceparent=live.traceparent,
+            revision=live.revision,
+        )
         reach("before_answer")
         routings = await self._runtime.outbox.publish(replies)
         reach("after_answer")

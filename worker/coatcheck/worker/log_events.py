@@ -67,6 +67,8 @@ WARNINGS: Mapping[str, str] = MappingProxyType(
         "consumer_lost": "the broker took back the messages of a queue; they come again, here or elsewhere",
         "consumer_not_opened": "a queue cannot be consumed just now; it is tried again",
         "consumer_not_switched": "consuming could not be paused or resumed, as the broker is away",
+        "damage_not_redone": "a stored value cannot be read and is not done anew; the task is held. `reason` says why",
+        "order_not_told": "an order is in, and the broker was not reached: peers and the sweeper have not heard of it",
         "dead_letter_not_sent": "a message that cannot be used could not be moved to the dead letters; it comes again",
         "dead_letter_refused": "the dead-letter queue refuses a message, as a full one does; it is tried again",
         "deadline_exceeded": "a request was read after its requester had stopped waiting; it was answered and not run",
@@ -150,6 +152,7 @@ ERRORS: Mapping[str, str] = MappingProxyType(
         "sweep_surprised": "a bug of ours in a sweep; it goes on. Please report it",
         "task_crashed_repeatedly": "a task ended its process several times in a row, so it failed: look at its handler",
         "task_failed": "a handler raised and is not tried again: `coatcheck show TASK` has the traceback",
+        "task_damaged": "a stored value cannot be read; the task goes on from just before it, as its handler says",
         "task_held": "this code cannot run the task; it is kept until code comes that can. `reason` says why",
     }
 )

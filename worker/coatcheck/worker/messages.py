@@ -18,7 +18,7 @@ from coatcheck.broker.wire import Request, make_cancel, make_error, make_request
 from coatcheck.log import get_logger
 from coatcheck.store.blobs import Codec, CorruptBlob, decode, pack, unpack
 from coatcheck.store.rows import Address, Birth, Caller, CallId, HistoryLevel, NewCall, Peer, Task, TaskId, TaskState
-from coatcheck.worker.engine.keys import base_of
+from coatcheck.worker.engine.keys import REVISION, base_of
 from coatcheck.worker.ids import child_traceparent, derived_id, new_id
 from coatcheck.worker.problems import problem
 
@@ -107,13 +107,19 @@ def call_message(call: Peer, *, reply_to: str | None = None) -> Outgoing:
         reply_to=(reply_to or _names_of(call.service).replies) if is_answered else None,
         handler=call.handler,
         identity=identity,
-        key=f"{task}:{base_of(call.key)}",  # the row has both, so it need not keep them once more
+        key=_key_of(call),
         task=task,
         deadline=call.hard_due_at,
         traceparent=child_traceparent(call.traceparent, call_id=call.call_id, task_id=call.task_id),
         tracestate=call.headers.get("tracestate"),
     )
     return Outgoing(call.peer, message)
+
+
+def _key_of(call: Peer) -> str:
+    """For the peer's own idempotency. A task that was taken back by order asks anew, and is not to get old answers."""
+    revision = call.headers.get(REVISION)
+    return f"{call.task_id}:{base_of(call.key)}" + (f":{revision}" if revision else "")
 
 
 def peer_of_new(call: NewCall, now: datetime, *, task_id: TaskId, service: str, traceparent: str | None) -> Peer:
@@ -144,33 +150,49 @@ def final_messages(task: Task, *addresses: Address) -> list[Outgoing]:
     """The stored answer of a finished task, for these addresses or for all it has."""
     assert task.value is not None, "a finished row holds its answer"
     to = addresses or task.addresses
-    return answers(task.task_id, task.state, task.value, to, traceparent=task.traceparent)
+    return answers(task.task_id, task.state, task.value, to, traceparent=task.traceparent, revision=task.revision)
 
 
 def answers(
-    task_id: TaskId, state: TaskState, value: bytes, addresses: tuple[Address, ...], *, traceparent: str | None
+    task_id: TaskId,
+    state: TaskState,
+    value: bytes,
+    addresses: tuple[Address, ...],
+    *,
+    traceparent: str | None,
+    revision: int = 0,
 ) -> list[Outgoing]:
-    """A final reply under a stable id, one for each address. A stored answer that cannot be read is a problem, too."""
+    """A final reply under a stable id, one for each address. A stored answer that cannot be read is a problem, too.
+
+    A task that was taken back by order may have answered before; its next answer has another id.
+    """
+    identity = f"{task_id}:{revision}" if revision else str(task_id)
     try:
         if state is not TaskState.DONE:
-            return errors(task_id, decode(value), addresses, traceparent=traceparent)
+            return errors(task_id, decode(value), addresses, traceparent=traceparent, identity=identity)
         body = to_body(value)
     except CorruptBlob as error:
         detail = f"the task is {state}, but its stored answer (coatcheck.task, value) cannot be read: {error}"
         log.error("stored_answer_damaged", task_id=str(task_id), reason=detail)
         document = problem("damaged_value", detail=detail, task_id=str(task_id))
-        return errors(task_id, document, addresses, traceparent=traceparent)
+        return errors(task_id, document, addresses, traceparent=traceparent, identity=identity)
     return [
-        Outgoing(to.reply_to, make_result(body, to.correlation_id, identity=str(task_id), traceparent=traceparent))
+        Outgoing(to.reply_to, make_result(body, to.correlation_id, identity=identity, traceparent=traceparent))
         for to in addresses
     ]
 
 
 def errors(
-    task_id: TaskId, document: Mapping[str, Any], addresses: tuple[Address, ...], *, traceparent: str | None
+    task_id: TaskId,
+    document: Mapping[str, Any],
+    addresses: tuple[Address, ...],
+    *,
+    traceparent: str | None,
+    identity: str | None = None,
 ) -> list[Outgoing]:
+    named = identity or str(task_id)
     return [
-        Outgoing(to.reply_to, make_error(document, to.correlation_id, identity=str(task_id), traceparent=traceparent))
+        Outgoing(to.reply_to, make_error(document, to.correlation_id, identity=named, traceparent=traceparent))
         for to in addresses
     ]
 

@@ -52,6 +52,7 @@ class Metrics:
         )
         self.retried = self._counter("tasks_retried", "Failed attempts that will be repeated.")
         self.held = self._counter("tasks_held", "Times a task was kept because this code cannot run it.")
+        self.damaged = self._counter("tasks_damaged", "Times a task went back to just before a damaged value.")
         self.duplicates = self._counter("requests_duplicate", "Requests whose task was known already.")
         self.picked_up = self._counter(
             "tasks_picked_up", "Runs taken over: a trigger redelivered, or a lease that ran out.", "reason"

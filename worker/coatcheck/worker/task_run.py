@@ -110,6 +110,8 @@ class TaskRun(msgspec.Struct, eq=False):
     attempt: int = 1
     pickups: int = 0
     version: str = ""
+    revision: int = 0
+    """How often the task was taken back by order."""
     age_s: float = 0.0
     known: Known = NOTHING_RECORDED
     gathered: int = 0
@@ -331,7 +333,12 @@ class TaskRun(msgspec.Struct, eq=False):
     async def refresh(self) -> None:
         """Hand the live run what ended since it last looked: a replica claimed a reply of it."""
         if self.run is not None and self.has_row:
-            self.run.deliver((await self.put(Changes(), Going(self.runtime.settings.lease))).news)
+            self._hand_over(await self.put(Changes(), Going(self.runtime.settings.lease)))
+
+    def _hand_over(self, done: PutDone) -> None:
+        """Tell the live run what a write brought back: the news, which are given once, or that it is paused."""
+        if self.run is not None:
+            self.run.put_down() if done.is_parked else self.run.deliver(done.news)
 
     async def detach(self) -> None:
         """Put the run under its lease alone, so that its trigger can be acked while it goes on.
@@ -340,8 +347,7 @@ class TaskRun(msgspec.Struct, eq=False):
         waiting.
         """
         done = await self.put(Changes(), Going(self.runtime.settings.lease, is_detached=True), is_patient=False)
-        if self.run is not None:
-            self.run.deliver(done.news)  # they are given once
+        self._hand_over(done)
         self._ack(self.deliveries())
         self.trigger = None
         self.copies.clear()
@@ -415,10 +421,9 @@ class TaskRun(msgspec.Struct, eq=False):
         self.open_calls.difference_update(news.call_id for news in answer.news)
         self.epoch, self.checkpoint, self.seen = answer.epoch, answer.checkpoint, answer.seq
         self.chain = answer.chain
-        if isinstance(put.end, Going):
-            self.is_detached = self.is_detached or put.end.is_detached
-        elif isinstance(put.end, Park):
-            if answer.is_parked:
+        if isinstance(put.end, Going | Park):
+            self.is_detached = self.is_detached or (isinstance(put.end, Going) and put.end.is_detached)
+            if answer.is_parked:  # or paused: then whatever the run asked for
                 self.move(Phase.PARKED)
         else:
             self.move(Phase.ENDED)
@@ -490,6 +495,7 @@ def run_of_task(
         attempt=task.attempt,
         pickups=task.pickups,
         version=task.version,
+        revision=task.revision,
         age_s=(task.updated_at - task.created_at).total_seconds(),
         known=known,
         gathered=sum([unpacked_size(one.value) for one in known.recorded]),

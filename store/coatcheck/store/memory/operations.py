@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from coatcheck.store.batcher import LANE_WIDTH
 from coatcheck.store.in_flight import InFlight
-from coatcheck.store.memory import claims, puts, queries, sweeps
+from coatcheck.store.memory import claims, orders, puts, queries, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.versions import newest_version
 
@@ -73,6 +73,8 @@ class MemoryOperations:
     accept = operation(claims.accept)
     resume = operation(claims.resume)
     cancel = operation(claims.cancel)
+    order = operation(orders.order)
+    find_for_order = operation(orders.find_for_order)
     find_tasks = operation(queries.find_tasks)
     renew = operation(sweeps.renew)
     hasten_held = operation(sweeps.hasten_held)

@@ -74,7 +74,8 @@ def _write(tables: Tables, one: Put, row: TaskRow | None, author: Author) -> Put
         row = tables.insert_birth(one.birth, trigger=REQUEST_TRIGGER, pickups=0, lease=BIRTH_LEASE)
     is_parked = decide.may_park(one, tables.states(decide.waits_for(one)))
     chain = _chain(tables, one, row.task)
-    writing = Writing(one, row.task.seq, is_parked, tables.news(one.task_id, seen=one.seen), chain=chain)
+    before = tables.news(one.task_id, seen=one.seen)
+    writing = Writing(one, row.task.seq, is_parked, before, chain=chain, is_pausing=row.task.is_pausing)
     entries = writing.history(author)
     tables.append_history(row, entries, writing.chain)
     cancels = _close_calls(tables, writing)
@@ -90,8 +91,10 @@ def _write(tables: Tables, one: Put, row: TaskRow | None, author: Author) -> Put
     if isinstance(one.end, Again):
         _forget(tables, one.task_id, one.end.forget)
     _update_task(tables, writing, row, seq=last)
-    news = () if is_parked else tuple(writing.news)
-    return PutDone(writing.epoch, writing.checkpoint, last, is_parked, news, tuple(cancels), addresses, writing.chain)
+    news = () if writing.is_parked else tuple(writing.news)
+    return PutDone(
+        writing.epoch, writing.checkpoint, last, writing.is_parked, news, tuple(cancels), addresses, writing.chain
+    )
 
 
 def _chain(tables: Tables, one: Put, task: Task) -> Chain:
@@ -143,7 +146,8 @@ def _update_task(tables: Tables, writing: Writing, row: TaskRow, *, seq: int) ->
         state=standing.state,
         checkpoint=task.checkpoint + 1,
         seq=seq,
-        attempt=task.attempt + (standing.state is TaskState.RETRYING),
+        attempt=task.attempt + standing.ends_attempt,
+        is_pausing=False,
         pickups=0 if decide.shows_progress(put) else task.pickups,
         trigger=standing.trigger_after(task.trigger),
         value=task.value if standing.value is None else standing.value,
@@ -167,7 +171,7 @@ def _is_in(tables: Tables, one: Put, task: Task) -> bool:
 
 
 def _answer_again(tables: Tables, one: Put, task: Task) -> PutDone:
-    is_parked = task.state is TaskState.PARKED
+    is_parked = decide.is_put_down(task)
     news = [] if is_parked else [*tables.news(task.task_id, seen=one.seen), *_own_entries(tables, task)]
     closed = [
         (call.seq, tables.peer(call))

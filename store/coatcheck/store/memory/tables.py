@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as copy_row
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -177,10 +178,17 @@ class Tables:
             refuse("call_pkey")
         look_at = earliest(due_at, self.now + decide.RESEND_AFTER) if new.kind.is_published else due_at
         row = CallRow(task_id, new, checkpoint, self.now, hard_due_at, due_at, look_at, seq, epoch=by[0], replica=by[1])
-        self.calls[new.call_id] = row
-        self.calls_of[task_id].append(row)
-        self._undo.append(self.calls_of[task_id].pop)
-        self._undo.append(partial(self.calls.pop, new.call_id))
+        self._add_call(row)
+
+    def insert_call_row(self, like: CallRow, **values: Any) -> None:
+        """A call like another one, but for these values."""
+        self._add_call(copy_row(like, **values))
+
+    def _add_call(self, row: CallRow) -> None:
+        self.calls[row.new.call_id] = row
+        self.calls_of[row.task_id].append(row)
+        self._undo.append(self.calls_of[row.task_id].pop)
+        self._undo.append(partial(self.calls.pop, row.new.call_id))
 
     def _call_due_at(self, delay: timedelta | None) -> datetime | None:
         return None if delay is None else self.later(delay, or_refuse="call_due_at_can_be_read")

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from coatcheck.store.migrate import schema_version as version_of_tables
-from coatcheck.store.postgres import cancels, claims, histories, puts, queries, records, sweeps
+from coatcheck.store.postgres import cancels, claims, histories, orders, puts, queries, records, sweeps
 from coatcheck.store.postgres.connection import Connection
 from coatcheck.store.postgres.database import Database
 
@@ -52,6 +52,8 @@ class PostgresOperations:
     accept = operation(claims.accept)
     resume = operation(claims.resume)
     cancel = operation(cancels.cancel)
+    order = operation(orders.order)
+    find_for_order = operation(orders.find_for_order)
     find_tasks = operation(queries.find_tasks)
     renew = operation(sweeps.renew)
     hasten_held = operation(sweeps.hasten_held)

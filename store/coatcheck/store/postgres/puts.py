@@ -48,7 +48,6 @@ from coatcheck.store.rows import (
     Recorded,
     Task,
     TaskId,
-    TaskState,
 )
 
 ENTRY_NAMES = (
@@ -83,13 +82,19 @@ async def put_locked(
     """Write a batch of puts under their tasks' locks; the answers come in the order of the puts."""
     await connection.begin()
     answers: dict[int, PutDone | PutRefused | Busy] = {}
-    passed, chains = await _fence(connection, puts, waits, answers)
+    pausing: set[TaskId] = set()
+    passed, chains = await _fence(connection, puts, waits, answers, pausing)
     news = await _read_news(connection, passed.values())
     states = await _read_states(connection, [one for one, _ in passed.values()])
     chains |= await find_chains(connection, [one.birth for one, _ in passed.values() if one.birth is not None])
     writing = {
         one.task_id: Writing(
-            one, seen, decide.may_park(one, states), news.get(one.task_id, []), chain=chains[one.task_id]
+            one,
+            seen,
+            decide.may_park(one, states),
+            news.get(one.task_id, []),
+            chain=chains[one.task_id],
+            is_pausing=one.task_id in pausing,
         )
         for one, seen in passed.values()
     }
@@ -104,7 +109,11 @@ async def put_locked(
 
 
 async def _fence(
-    connection: Connection, puts: Sequence[Put], waits: bool, answers: dict[int, PutDone | PutRefused | Busy]
+    connection: Connection,
+    puts: Sequence[Put],
+    waits: bool,
+    answers: dict[int, PutDone | PutRefused | Busy],
+    pausing: set[TaskId],
 ) -> tuple[dict[int, tuple[Put, int]], dict[TaskId, Chain]]:
     """Lock the tasks, and let through only what follows the rows as they stand: each put with the number it follows.
     Besides, where the tasks' histories stand.
@@ -121,6 +130,8 @@ async def _fence(
         fence = decide.fence(one, task)
         if fence is Fence.WRITE:
             passed[index] = (one, 0 if task is None else task.seq)
+            if task is not None and task.is_pausing:
+                pausing.add(one.task_id)
         elif fence is Fence.PERHAPS_IN and task is not None and await _is_in(connection, one, task):
             answers[index] = await _answer_again(connection, one, task)
         else:
@@ -139,7 +150,7 @@ async def _is_in(connection: Connection, one: Put, task: Task) -> bool:
 
 async def _answer_again(connection: Connection, one: Put, task: Task) -> PutDone:
     """Answer a put that is in: with the news, read again, and with what it closed, for no run has heard of that yet."""
-    is_parked = task.state is TaskState.PARKED
+    is_parked = decide.is_put_down(task)
     news = (await _read_news(connection, [(one, task.seq)])).get(one.task_id, [])
     place = {"id": one.task_id, "checkpoint": task.checkpoint}
     news += [recorded_of(row) for row in await rows(connection, STATEMENTS["entries_of_checkpoint"], **place)]
@@ -243,7 +254,7 @@ def _add_rows(rows_of: dict[str, list[Any]], one: Writing, author: Author) -> No
         fence = (task_id, put.epoch, put.follows, one.seen, decide.shows_progress(put))
         rows_of["update"].append((*fence, *standing))
         rows_of["chain"].append((one.chain.count, one.chain.head) if told else (None, None))
-        if one.is_parked:
+        if one.is_parked and not one.is_pausing:
             rows_of["wait"] += [(task_id, *member) for member in _members(put)]
     rows_of["close"] += [(call_id, task_id, seq) for call_id, seq in one.closes]
     signed = one.signatures(author.replica)

@@ -73,7 +73,7 @@ IDS_BETWEEN = text("""
      ORDER BY id LIMIT CAST(:limit AS integer)
 """)
 SERVICES = text("""
-    SELECT service, count(*) FILTER (WHERE state IN ('running', 'parked', 'retrying', 'held')) AS unfinished_count,
+    SELECT service, count(*) FILTER (WHERE state NOT IN ('done', 'failed', 'cancelled')) AS unfinished_count,
            count(*) FILTER (WHERE identity IS NULL AND epoch > 0) AS nameless_count
       FROM coatcheck.task GROUP BY service ORDER BY service
 """)

@@ -293,7 +293,8 @@ SELECT id FROM (
  WHERE {is_met}
 
 -- part: put_held
--- The rows that stand exactly as their runs last saw them, locked. A claimed reply would have taken a number.
+-- The rows that stand exactly as their runs last saw them, locked. A claimed reply would have taken a number. One that
+-- is to be paused takes an end or a pause, and nothing else.
 SELECT u.*, u.state IN ('done', 'failed') AS is_final, t.addresses
   FROM unnest(CAST(:u_id AS uuid[]), CAST(:u_epoch AS integer[]), CAST(:u_follows AS integer[]),
               CAST(:u_seen AS integer[]), CAST(:u_is_progress AS boolean[]), CAST(:u_state AS text[]),
@@ -304,7 +305,7 @@ SELECT u.*, u.state IN ('done', 'failed') AS is_final, t.addresses
          value, traceback, progress, due_s{chain_names})
   JOIN coatcheck.task t ON t.id = u.id
  WHERE t.state = 'running' AND t.epoch = u.epoch AND t.checkpoint = u.follows AND t.seq = u.seen
-       {unless_met}
+       AND (NOT t.is_pausing OR u.state IN ('paused', 'done', 'failed', 'cancelled')) {unless_met}
  ORDER BY t.id FOR UPDATE OF t SKIP LOCKED
 
 -- part: put_closed
@@ -381,10 +382,13 @@ UPDATE coatcheck.journal j SET is_forgotten = true
 entry_count = coalesce(u.entry_count, t.entry_count), head = coalesce(u.head, t.head),
 
 -- part: put_updated
--- What the row alone knows is taken from it: `decide.Standing.trigger_after` and `look_after` say the same.
+-- What the row alone knows is taken from it: `decide.Standing.trigger_after` and `look_after` say the same. A task that
+-- is paused when its attempt failed begins the next one (`Standing.ends_attempt`).
 UPDATE coatcheck.task t SET
        state = u.state, checkpoint = t.checkpoint + 1, seq = u.seq + coalesce(n.leftover_count, 0),
-       attempt = t.attempt + CASE WHEN u.state = 'retrying' THEN 1 ELSE 0 END,
+       attempt = t.attempt + CASE WHEN u.state = 'retrying' OR (u.state = 'paused' AND u.traceback IS NOT NULL)
+                                  THEN 1 ELSE 0 END,
+       is_pausing = false,
        pickups = CASE WHEN u.is_progress THEN 0 ELSE t.pickups END,
        trigger = CASE WHEN u.is_final OR NOT u.is_detached THEN t.trigger END,
        wait_calls = u.wait_calls::uuid[], wait_groups = u.wait_groups::integer[],
@@ -497,6 +501,116 @@ SELECT {peer_columns} FROM coatcheck.call c JOIN coatcheck.task t ON t.id = c.ta
  WHERE c.task_id = ANY(CAST(:ids AS uuid[])) AND c.state = 'closed'
 
 
+-- ===== what people order =====
+-- One task at a time, locked first, then its calls by id.
+
+-- name: lock_calls_of
+SELECT FROM coatcheck.call WHERE task_id = CAST(:id AS uuid) ORDER BY id FOR UPDATE
+
+-- name: places
+-- The columns are those of `orders.Place`. Of values only the one that a fork begins with is read.
+SELECT key, kind, name, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS state, seq, NULL::uuid AS call_id, is_forgotten,
+       checkpoint, CASE WHEN key = CAST(:origins AS text) THEN value END AS value
+  FROM coatcheck.journal WHERE task_id = CAST(:id AS uuid)
+ UNION ALL
+SELECT key, kind, name, state, seq, id, is_forgotten, checkpoint, NULL
+  FROM coatcheck.call WHERE task_id = CAST(:id AS uuid)
+
+-- name: forget_entries
+UPDATE coatcheck.journal SET is_forgotten = true
+ WHERE task_id = CAST(:id AS uuid) AND seq = ANY(CAST(:seqs AS integer[]))
+
+-- name: forget_calls
+-- One that is open is closed at its place in the order.
+UPDATE coatcheck.call c
+   SET is_forgotten = true, seq = coalesce(u.seq, c.seq), state = CASE WHEN u.seq IS NULL THEN c.state ELSE 'closed' END,
+       closed_at = CASE WHEN u.seq IS NULL THEN c.closed_at ELSE clock_timestamp() END, look_at = NULL
+  FROM unnest(CAST(:ids AS uuid[]), CAST(:seqs AS integer[])) AS u(id, seq), coatcheck.task t
+ WHERE c.id = u.id AND t.id = c.task_id
+RETURNING {peer_columns}, u.seq IS NOT NULL AS is_closed
+
+-- name: set_entries
+INSERT INTO coatcheck.journal (task_id, seq, key, kind, name, digest, is_ok, value, checkpoint, epoch, replica)
+SELECT j.task_id, u.seq, j.key, j.kind, j.name, j.digest, true, u.value, CAST(:checkpoint AS integer),
+       CAST(:epoch AS integer), CAST(:replica AS text)
+  FROM unnest(CAST(:old AS integer[]), CAST(:seq AS integer[]), CAST(:value AS bytea[])) AS u(old, seq, value)
+  JOIN coatcheck.journal j ON j.task_id = CAST(:id AS uuid) AND j.seq = u.old
+
+-- name: set_calls
+INSERT INTO coatcheck.call (id, task_id, key, kind, name, digest, peer, handler, headers, body, idle, hard_due_at,
+                            due_at, opened_at, closed_at, state, seq, value, is_sent, checkpoint, epoch, replica)
+SELECT u.id, c.task_id, c.key, c.kind, c.name, c.digest, c.peer, c.handler, c.headers, c.body, c.idle, c.hard_due_at,
+       c.due_at, c.opened_at, clock_timestamp(), 'ok', u.seq, u.value, true, CAST(:checkpoint AS integer),
+       CAST(:epoch AS integer), CAST(:replica AS text)
+  FROM unnest(CAST(:old AS uuid[]), CAST(:call_id AS uuid[]), CAST(:seq AS integer[]), CAST(:value AS bytea[]))
+    AS u(old, id, seq, value)
+  JOIN coatcheck.call c ON c.id = u.old
+
+-- name: order_task
+-- It is left to the sweeper, or put off: no message stands behind it, and it waits for nothing.
+UPDATE coatcheck.task
+   SET state = CAST(:state AS text), epoch = CAST(:epoch AS integer), checkpoint = CAST(:checkpoint AS integer),
+       seq = CAST(:seq AS integer), attempt = CAST(:attempt AS integer), pickups = CAST(:pickups AS integer),
+       revision = CAST(:revision AS integer), is_pausing = CAST(:is_pausing AS boolean),
+       is_final_sent = CAST(:is_final_sent AS boolean), value = CAST(:value AS bytea),
+       traceback = CAST(:traceback AS text), request = CAST(:request AS bytea),
+       entry_count = CAST(:entry_count AS integer), head = CAST(:head AS bytea),
+       trigger = NULL, wait_calls = NULL, wait_groups = NULL, wait_needs = NULL, finished_at = NULL,
+       due_at = clock_timestamp() + CAST(:due_s AS float8) * interval '1 s',
+       look_at = clock_timestamp() + CAST(:due_s AS float8) * interval '1 s', updated_at = clock_timestamp()
+ WHERE id = CAST(:id AS uuid)
+
+-- name: order_run
+-- It runs on; its next write finds the flag.
+UPDATE coatcheck.task
+   SET is_pausing = CAST(:is_pausing AS boolean), seq = CAST(:seq AS integer),
+       entry_count = CAST(:entry_count AS integer), head = CAST(:head AS bytea), updated_at = clock_timestamp()
+ WHERE id = CAST(:id AS uuid)
+
+-- name: fork_task
+INSERT INTO coatcheck.task (id, service, handler, version, state, epoch, checkpoint, seq, digest, request, traceparent,
+                            tracestate, caller_subject, caller_claims, history, entry_count, head, forked_from,
+                            forked_at, due_at, look_at, created_at, updated_at)
+SELECT CAST(:new_id AS uuid), service, handler, version, 'running', 1, CAST(:checkpoint AS integer),
+       CAST(:seq AS integer), digest, CAST(:request AS bytea), traceparent, tracestate, caller_subject, caller_claims,
+       history, CAST(:entry_count AS integer), CAST(:head AS bytea), id, CAST(:checkpoint AS integer), now, now, now, now
+  FROM coatcheck.task, (SELECT clock_timestamp() AS now) AS t
+ WHERE id = CAST(:id AS uuid)
+ON CONFLICT (id) DO NOTHING
+RETURNING id
+
+-- name: copy_entries
+INSERT INTO coatcheck.journal (task_id, recorded_at, seq, key, kind, name, digest, is_ok, value, checkpoint, epoch,
+                               replica)
+SELECT CAST(:new_id AS uuid), recorded_at, seq, key, kind, name, digest, is_ok, value, checkpoint, epoch, replica
+  FROM coatcheck.journal WHERE task_id = CAST(:id AS uuid) AND seq = ANY(CAST(:seqs AS integer[]))
+
+-- name: copy_calls
+-- A send that has not left yet leaves from its origin, and only from there.
+INSERT INTO coatcheck.call (id, task_id, opened_at, closed_at, hard_due_at, due_at, idle, checkpoint, seq, is_sent,
+                            state, value, progress, body, key, kind, name, digest, peer, handler, headers, epoch,
+                            replica)
+SELECT u.id, CAST(:new_id AS uuid), opened_at, coalesce(closed_at, clock_timestamp()), hard_due_at, due_at, idle,
+       checkpoint, seq, true, CASE WHEN state = 'open' THEN 'ok' ELSE state END, value, progress, body, key, kind, name,
+       digest, peer, handler, headers, epoch, replica
+  FROM unnest(CAST(:old AS uuid[]), CAST(:call_id AS uuid[])) AS u(old, id) JOIN coatcheck.call c ON c.id = u.old
+
+-- name: note_origins
+INSERT INTO coatcheck.journal (task_id, seq, key, kind, name, digest, is_ok, value, checkpoint, epoch, replica)
+VALUES (CAST(:id AS uuid), 0, CAST(:key AS text), 'note', CAST(:key AS text), '', true, CAST(:value AS bytea), 0, 1,
+        CAST(:replica AS text))
+
+-- name: find_for_order
+-- The oldest first. `code` is in a value, which the caller reads.
+SELECT id, CASE WHEN state IN ('failed', 'cancelled', 'held', 'retrying') THEN value END AS value FROM coatcheck.task
+ WHERE epoch > 0 AND (CAST(:states AS text[]) IS NULL OR state = ANY(CAST(:states AS text[])))
+   AND (CAST(:service AS text) IS NULL OR service = CAST(:service AS text))
+   AND (CAST(:handler AS text) IS NULL OR handler = CAST(:handler AS text))
+   AND (CAST(:since AS timestamptz) IS NULL OR created_at >= CAST(:since AS timestamptz))
+   AND (CAST(:until AS timestamptz) IS NULL OR created_at < CAST(:until AS timestamptz))
+ ORDER BY created_at, id
+
+
 -- ===== the sweeper =====
 -- `look_at` is pushed forward in the transaction that reads a row, so two sweepers never emit for one row at once, and a
 -- sweeper that dies after reading loses nothing: the row comes up again. Rows locked elsewhere are skipped, never
@@ -596,7 +710,7 @@ SELECT t.id FROM coatcheck.task t
  WHERE (t.state = 'parked' AND NOT EXISTS (
             SELECT FROM coatcheck.call c WHERE c.task_id = t.id AND c.id = ANY(t.wait_calls) AND c.state = 'open'
                                            AND c.due_at IS NOT NULL AND c.look_at IS NOT NULL))
-    OR (t.state IN ('running', 'retrying', 'held') AND (t.due_at IS NULL OR t.look_at IS NULL))
+    OR (t.state IN ('running', 'retrying', 'held', 'paused') AND (t.due_at IS NULL OR t.look_at IS NULL))
  LIMIT CAST(:limit AS integer)
 
 -- name: met

@@ -236,12 +236,16 @@ class Context:
     def random(self) -> float:
         """A number in [0, 1), the same in every replay. Derived from the task's id and the place: no secret."""
         key = self._scope("ctx.random()").number("@random")
-        digest = hashlib.blake2b(key.encode(), key=self._run.task_id.bytes, digest_size=8).digest()
+        digest = hashlib.blake2b(key.encode(), key=self._seed().bytes, digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
 
     def uuid(self, name: str) -> UUID:
         """A UUID derived from the task's id and `name`: the same name gives the same UUID, wherever it is asked for."""
-        return uuid.uuid5(self._run.task_id, name)
+        return uuid.uuid5(self._seed(), name)
+
+    def _seed(self) -> UUID:
+        """The task's id; for a fork that replays what it was given, that of the task it was taken from."""
+        return self._run.ledger.journal.seed(self._run.task_id)
 
     def _group(
         self, aws: tuple[Awaitable[Any], ...], label: str, *, need: int, is_lenient: bool, cancel_rest: bool

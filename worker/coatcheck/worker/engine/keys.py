@@ -16,19 +16,23 @@ from __future__ import annotations
 import functools
 from hashlib import blake2b
 from typing import Any, Final
+from uuid import UUID
 
 import msgspec
 
 from coatcheck.errors import JournalMismatch, UsageError
 from coatcheck.store import blobs
 from coatcheck.store.kinds import Kind
+from coatcheck.store.orders import ORIGINS, origins_of
 from coatcheck.store.rows import Known, OpenCall, Recorded
 
 __all__ = [
-    "NO_DIGEST", "Entry", "Journal", "Scope", "Wanted", "base_of", "damage", "digest_of", "escape_name", "rename_error",
-    "value_of",
+    "NO_DIGEST", "REVISION", "Entry", "Journal", "Scope", "Wanted", "base_of", "damage", "digest_of", "escape_name",
+    "rename_error", "value_of",
 ]  # fmt: skip
 
+REVISION: Final = "revision"
+"""Under this name a call's row keeps how often its task had been taken back when the call was made."""
 NO_DIGEST: Final = b""
 """The digest of work whose arguments are not compared."""
 
@@ -146,7 +150,7 @@ Entry = Recorded | OpenCall
 class Journal:
     """What a task has recorded, and what of it this run has asked for."""
 
-    __slots__ = ("_by_name", "_entries", "_unread", "last_seq")
+    __slots__ = ("_by_name", "_entries", "_origins", "_unread", "last_seq")
 
     def __init__(self, known: Known) -> None:
         self._entries: dict[str, Entry] = {}
@@ -158,6 +162,23 @@ class Journal:
             self._entries[entry.key] = entry
             self.last_seq = max(self.last_seq, entry.seq)
         self._unread: dict[str, None] = dict.fromkeys(self._entries)
+        self._origins = self._read_origins()
+
+    def _read_origins(self) -> list[tuple[UUID, int]]:
+        """Whose numbers a fork replays; no task asks for the note itself."""
+        self._unread.pop(ORIGINS, None)
+        note = self._entries.get(ORIGINS)
+        return origins_of(value_of(note)) if isinstance(note, Recorded) else []
+
+    def seed(self, task_id: UUID) -> UUID:
+        """Whose id numbers are derived from: a fork's own, once it has read all that it began with."""
+        if self._origins and self._unread:
+            entries = (self._entries[key] for key in self._unread)
+            first = next((each.seq for each in entries if isinstance(each, Recorded)), None)
+            for origin, last_seq in self._origins:
+                if first is not None and first <= last_seq:
+                    return origin
+        return task_id
 
     @property
     def is_all_read(self) -> bool:
@@ -239,14 +260,23 @@ def value_of(entry: Recorded, kind: Any = Any) -> Any:
     except blobs.CorruptBlob as error:
         table = "journal" if entry.call_id is None else "call"
         where = f"what {entry.kind} {entry.name!r} recorded under key {entry.key!r}"
-        raise damage(f"{where} (coatcheck.{table}, seq {entry.seq})", error) from error
+        raise damage(f"{where} (coatcheck.{table}, seq {entry.seq})", error, key=entry.key) from error
 
 
-def damage(what: str, error: blobs.CorruptBlob) -> blobs.CorruptBlob:
+class DamagedValue(blobs.CorruptBlob):
+    """A stored value that cannot be read. `key` names the entry; None: it is the request."""
+
+    key: str | None = None
+
+
+def damage(what: str, error: blobs.CorruptBlob, *, key: str | None = None) -> DamagedValue:
     """The error for a stored value that cannot be read, with where it is and what to do."""
-    return blobs.CorruptBlob(
-        f"{what} cannot be read: {error}. Its bytes are kept; restore them from a backup, or cancel the task"
+    redo = "" if key is None else f", do it anew (coatcheck rewind TASK --to 'before:{key}')"
+    damaged = DamagedValue(
+        f"{what} cannot be read: {error}. Its bytes are kept; restore them from a backup{redo}, or cancel the task"
     )
+    damaged.key = key
+    return damaged
 
 
 def _fits(entry: Entry, wanted: Wanted) -> bool:

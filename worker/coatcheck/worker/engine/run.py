@@ -33,7 +33,7 @@ from coatcheck.worker.engine import classify
 from coatcheck.worker.engine.classify import Waiting
 from coatcheck.worker.engine.context import Context
 from coatcheck.worker.engine.journal import Ledger, Slot, Wait, groups_of
-from coatcheck.worker.engine.keys import Entry, Wanted, value_of
+from coatcheck.worker.engine.keys import REVISION, Entry, Wanted, value_of
 from coatcheck.worker.engine.run_port import (
     NO_CHANGES,
     Abandoned,
@@ -97,7 +97,7 @@ class Run:
     def __init__(
         self, *, task_id: UUID, identity: str | None, attempt: int, version: str,
         invoke: Callable[[Context], Coroutine[Any, Any, Any]], known: Known, port: RunPort,
-        caller: Caller | None = None, deadline_at: datetime | None = None,
+        caller: Caller | None = None, deadline_at: datetime | None = None, revision: int = 0,
         defaults: CallDefaults | None = None, history: HistoryLevel = HistoryLevel.OUTCOME,
         log: Any = None, now: Callable[[], datetime] | None = None,
     ) -> None:  # fmt: skip
@@ -107,6 +107,8 @@ class Run:
         self.version = version
         self.caller = caller
         self.deadline_at = deadline_at
+        self.call_headers = {REVISION: str(revision)} if revision else {}
+        """What each call's row keeps beside its body."""
         self.defaults = defaults or CallDefaults()
         self.history = history
         self.now = now or partial(datetime.now, UTC)
@@ -172,6 +174,10 @@ class Run:
     def abandon(self) -> None:
         """Put the run down now and write nothing: the task belongs to another replica."""
         self._rule(Abandoned())
+
+    def put_down(self) -> None:
+        """Put the run down: a person has paused the task, and its row says so."""
+        self._rule(Parked(), is_final=True)
 
     def cancel(self, reason: str) -> None:
         """Cancel the handler as asyncio would; durable work that it tries raises. Nothing more is written."""

@@ -181,6 +181,7 @@ class CallWork(RowWork[Any], kw_only=True):
         return NewCall(
             call_id, key, Kind.CALL, self.wanted.name, self.wanted.digest,
             peer=self.peer, body=blobs.encode(self.body), handler=self.handler, idle=self.idle, hard=self._patience(),
+            headers=self.run.call_headers,
         )  # fmt: skip
 
     def _patience(self) -> timedelta:
@@ -259,7 +260,7 @@ class SendWork(Work[None], kw_only=True):
     def _open_row(self, key: str, call_id: CallId) -> NewCall:
         return NewCall(
             call_id, key, Kind.SEND, self.wanted.name, self.wanted.digest,
-            peer=self.peer, body=blobs.encode(self.body), handler=self.handler,
+            peer=self.peer, body=blobs.encode(self.body), handler=self.handler, headers=self.run.call_headers,
         )  # fmt: skip
 
 
