@@ -16,6 +16,7 @@ from coatcheck.store.rows import (
     Again,
     CallState,
     Chain,
+    Park,
     Peer,
     Put,
     PutDone,
@@ -32,11 +33,30 @@ BIRTH_LEASE = timedelta(minutes=1)
 def put(
     tables: Tables, puts: Sequence[Put], waits: bool, *, author: Author
 ) -> list[PutDone | PutRefused | Busy | None]:
-    """Leave a birth that goes on with a history to `put_locked`, as Postgres does."""
-    first = [index for index, one in enumerate(puts) if one.birth is None or not tables.left_chain(one.birth).count]
-    answers = put_locked(tables, [puts[index] for index in first], waits, author=author)
-    found = dict(zip(first, answers, strict=True))
+    """Write the puts whose rows stand as their runs believe, the first one of each task."""
+    first: dict[TaskId, int] = {}
+    for index, one in enumerate(puts):
+        first.setdefault(one.task_id, index)
+    standing = [index for index in first.values() if _stands_as_believed(tables, puts[index])]
+    answers = put_locked(tables, [puts[index] for index in standing], waits, author=author)
+    found = dict(zip(standing, answers, strict=True))
     return [found.get(index) for index in range(len(puts))]
+
+
+def _stands_as_believed(tables: Tables, one: Put) -> bool:
+    row = tables.tasks.get(one.task_id)
+    if one.birth is not None:
+        return row is None and not tables.left_chain(one.birth).count  # one that goes on with a history needs its lock
+    if row is None:
+        return False
+    task, states = row.task, tables.states(decide.waits_for(one))
+    is_as_seen = (task.state, task.epoch, task.checkpoint, task.seq) == (
+        TaskState.RUNNING,
+        one.epoch,
+        one.follows,
+        one.seen,
+    )
+    return is_as_seen and (not isinstance(one.end, Park) or decide.may_park(one, states))
 
 
 def put_locked(
