@@ -48,6 +48,7 @@ def test_the_commands_are_those_that_were_promised():
         "ps",
         "show",
         "checkpoints",
+        "check",
         "cancel",
         "dead",
         "doctor",

@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ps": ("tasks", "List tasks and what they wait for."),
     "show": ("show", "Show everything about one task."),
     "checkpoints": ("checkpoints", "List the checkpoints of a task."),
+    "check": ("check", "Check that all that is stored of a task can be read and replayed."),
     "cancel": ("requests", "Cancel a task, wherever it is."),
     "dead": ("dead", "Look after messages that nobody could deal with."),
     "doctor": ("doctor", "Check the installation, and print the fix for what is wrong."),

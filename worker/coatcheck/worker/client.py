@@ -6,6 +6,7 @@ A client needs the broker to submit, call and cancel; the store only to look at 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
 from uuid import UUID
+
+from msgspec.structs import replace
 
 from coatcheck.broker import connect
 from coatcheck.broker.bodies import Body, Limits
@@ -27,6 +30,7 @@ from coatcheck.store.postgres.store import OpenStore, Store
 from coatcheck.store.rows import Task, TaskId, TaskState
 from coatcheck.store.views import Line
 from coatcheck.worker import tracing
+from coatcheck.worker.checking import Checked, check_task
 from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.servers import no_server, settle
 from coatcheck.worker.settings import Settings, is_embedded
@@ -226,6 +230,16 @@ class Client:
         """A task's known checkpoints, by number. Raises NoSuchTask."""
         task = await self.get(task_id)
         return checkpoints_of(task, await self.store.read_stored(task.task_id))
+
+    async def check(self, task_id: UUID) -> Checked:
+        """Read everything that is stored of a task, and say what is wrong with it. Raises NoSuchTask."""
+        began = time.perf_counter()
+        task = await self.get(task_id)
+        rows = await self.store.read_stored(task.task_id)
+        read_history = getattr(self.store, "read_history", None)
+        history = await read_history(task.task_id) if read_history and task.entry_count else ()
+        checked = check_task(task, rows, history)
+        return replace(checked, took=timedelta(seconds=time.perf_counter() - began))
 
     async def list(
         self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50
