@@ -84,7 +84,8 @@ def _cell(text: str) -> str:
 def _timeline(timeline: Timeline) -> str:
     """A row of text and a picture for each bar. Places are shares of the width, so it fits every screen."""
     begin, end = (clock_time(at, day_of=timeline.begin) for at in (timeline.begin, timeline.end))
-    axis = f"<div class=axis><span>{begin}</span><span>{duration(timeline.span)}</span><span>{end}</span></div>"
+    ends = f"<span>{begin}</span><span>{duration(timeline.span)}</span><span>{end}</span>"
+    axis = f"<div class=bar><span></span><span></span><div class=axis>{ends}</div></div>"
     bars = "\n".join(_bar(timeline, bar) for bar in timeline.bars)
     return f"{PATTERN}\n<div class=bars>{axis}\n{bars}</div>\n{LEGEND}"
 
@@ -165,9 +166,9 @@ th{color:var(--dim);font-weight:600;border-top:0;white-space:nowrap}
 td{font-variant-numeric:tabular-nums}
 td:not(:last-child){white-space:nowrap}td:last-child{overflow-wrap:anywhere;min-width:12rem}
 .defs{position:absolute}
-.bar,.axis{display:grid;grid-template-columns:minmax(7rem,15rem) minmax(12rem,22rem) 1fr;gap:0 .8rem;align-items:center;
+.bar{display:grid;grid-template-columns:minmax(7rem,15rem) minmax(12rem,22rem) 1fr;gap:0 .8rem;align-items:center;
 font-size:.85rem;padding:.12rem 0}
-.axis{display:flex;justify-content:space-between;color:var(--dim);margin-left:auto;font-variant-numeric:tabular-nums}
+.axis{display:flex;justify-content:space-between;color:var(--dim);font-variant-numeric:tabular-nums}
 .name{overflow-wrap:anywhere}.when{color:var(--dim);font-variant-numeric:tabular-nums}.when b{color:var(--ink)}
 svg{display:block;width:100%;height:18px;overflow:visible}.defs{width:0;height:0}
 .lane{fill:var(--lane)}

@@ -248,7 +248,7 @@ def _head(bar: Bar, day_of: datetime, longest: int) -> tuple[str, str, str]:
 
 
 def cells_of(timeline: Timeline, bar: Bar, width: int) -> tuple[Look | None, ...]:
-    """A bar in cells on a linear scale. It has a cell at least, however short it is; so has each piece of half a cell."""
+    """A bar in cells on a linear scale. A bar has a cell at least, however short; so has a piece of half a cell."""
     cells: list[Look | None] = [None] * width
     half = timeline.span / width / 2
     longest = max(piece.end - piece.begin for piece in bar.pieces)
