@@ -28,9 +28,10 @@ def plan(topic):
 
 @app.task(name="handler")
 async def handler(ctx: Context, topic: int) -> object:
-    await ctx.step(plan, topic, key="plan#1")
-    return await ctx.call({peer!r}, topic, timeout=60, key="search#1")
+    await {first}
+    return await ctx.call("search", topic, timeout=60, key="search#1")
 """
+FIRST = 'ctx.step(plan, topic, key="plan#1")'
 COLUMNS = [
     ("task", "request", None),
     ("journal", "value", "plan#1"),
@@ -49,7 +50,7 @@ async def _park(store: Store) -> TaskId:
 
 async def _flip(url: str, table: str, column: str, key: str | None) -> None:
     connection = await asyncpg.connect(url)
-    where = "" if key is None else f"WHERE key = '{key}'"
+    where = "WHERE epoch > 0" if key is None else f"WHERE key = '{key}'"
     change = f"set_byte({column}, 8, get_byte({column}, 8) # 4)"
     await connection.execute(f"UPDATE coatcheck.{table} SET {column} = {change} {where}")
     await connection.close()
@@ -133,8 +134,8 @@ def test_damaged_bytes_are_shown_and_saved(store_cli: Cli, store_url: str, tmp_p
 # --- replayed ---
 
 
-def _app(cli: Cli, where: Path, *, service: str = "svc", peer: str = "search") -> Cli:
-    (where / "checked_app.py").write_text(APP.format(service=service, peer=peer))
+def _app(cli: Cli, where: Path, *, service: str = "svc", first: str = FIRST) -> Cli:
+    (where / "checked_app.py").write_text(APP.format(service=service, first=first))
     return Cli({**cli.environ, "PYTHONPATH": str(where)})
 
 
@@ -150,12 +151,23 @@ def test_code_that_asks_for_something_else_would_be_held_with_both_sides(
 ):
     task_id = str(with_store(store_url, _park))
 
-    replay = _replayed(_app(store_cli, tmp_path, peer="other"), task_id, tmp_path, exit_code=1)
+    cli = _app(store_cli, tmp_path, first='ctx.call("search", topic, timeout=60, key="plan#1")')
+    replay = _replayed(cli, task_id, tmp_path, exit_code=1)
 
     assert replay["fits"] is False
     assert "recorded:" in replay["problem"]
     assert "the code:" in replay["problem"]
     assert replay["app_version"] == "2"
+
+
+def test_code_that_fits_is_replayed_without_running_a_step(store_cli: Cli, store_url: str, tmp_path: Path):
+    task_id = str(with_store(store_url, _park))
+
+    replay = _replayed(_app(store_cli, tmp_path), task_id, tmp_path, exit_code=0)
+
+    assert replay["fits"] is True
+    assert replay["next"] == ["waits for call 'search' under key 'search#1'"]
+    assert replay["unread"] == ["search#2"]
 
 
 def test_a_task_of_another_service_is_not_replayed(store_cli: Cli, store_url: str, tmp_path: Path):
