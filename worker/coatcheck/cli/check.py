@@ -57,7 +57,7 @@ def check(
     if something is wrong.
 
     \b
-    Examples:
+    Example:
       coatcheck check 5f0c6a55
       coatcheck check --all --app research:app
     """

@@ -73,7 +73,7 @@ def show(
     TASK_ID may be the beginning of an id, six digits or more.
 
     \b
-    Examples:
+    Example:
       coatcheck show 5f0c6a55
       coatcheck show 5f0c6a55 --html task.html
       coatcheck show 5f0c6a55 --damaged --save bad

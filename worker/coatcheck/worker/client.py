@@ -236,6 +236,7 @@ class Client:
         began = time.perf_counter()
         task = await self.get(task_id)
         rows = await self.store.read_stored(task.task_id)
+        # A store without histories has none to check; the rows of its tasks count no entries either.
         read_history = getattr(self.store, "read_history", None)
         history = await read_history(task.task_id) if read_history and task.entry_count else ()
         checked = check_task(task, rows, history)
