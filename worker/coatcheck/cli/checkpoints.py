@@ -46,7 +46,8 @@ def checkpoints(task_id: str, full: bool, store: str | None, as_json: bool) -> N
         emit_json({"task_id": task.task_id, "checkpoints": [checkpoint_document(each) for each in found]})
     elif found:
         say_table(TITLES, [cells_of(each, day_of=task.created_at, is_full=full) for each in found], whole=("CHECKSUM",))
-        say(f"{len(found)} of {task.checkpoint} checkpoints; the others recorded nothing", err=True, style="dim")
+        others = "" if len(found) == task.checkpoint else "; the others recorded nothing"
+        say(f"{len(found)} of {task.checkpoint} checkpoints{others}", err=True, style="dim")
     else:
         say("No checkpoints: nothing was committed yet.", err=True, style="dim")
 

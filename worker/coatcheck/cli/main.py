@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "show": ("show", "Show everything about one task."),
     "checkpoints": ("checkpoints", "List the checkpoints of a task."),
     "history": ("history", "Show what happened to a task."),
+    "check": ("check", "Check that all that is stored of a task can be read and replayed."),
     "cancel": ("requests", "Cancel a task, wherever it is."),
     "rewind": ("orders", "Take tasks back to an earlier point, and on from there."),
     "fork": ("orders", "Begin a new task from an earlier point of another one."),

@@ -6,10 +6,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 import click
 
+from coatcheck.cli.checkpoints import TITLES as CHECKPOINTS
+from coatcheck.cli.checkpoints import cells_of as checkpoint_cells
+from coatcheck.cli.damaged import tell_damaged
 from coatcheck.cli.options import find_task_id, json_option, make_client, store_option
 from coatcheck.cli.output import (
     clock_time,
@@ -24,13 +29,20 @@ from coatcheck.cli.output import (
     say_facts,
     say_table,
 )
+from coatcheck.cli.page import Grid, Page, Section, render
 from coatcheck.cli.tasks import attempt_of, describe_progress, describe_wait
+from coatcheck.cli.timeline import say_timeline, timeline_of
+from coatcheck.store.checkpoints import Stored, checkpoints_of
 from coatcheck.store.rows import CallState, Task, TaskState
 from coatcheck.store.views import Line
+from coatcheck.worker.checking import check_task
 from coatcheck.worker.problems import CODES, Code
 from coatcheck.worker.redaction import clean
 
 LONGEST_PAYLOAD = 2_000
+MOST_BARS = 60
+FILE = click.Path(dir_okay=False, path_type=Path)
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
 LONGEST_CELL = 60
 STORY = ("#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE")
 
@@ -38,73 +50,118 @@ STORY = ("#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE")
 @click.command(short_help="Show everything about one task.")
 @click.argument("task_id")
 @click.option("--full", is_flag=True, help="Cut nothing off, however long.")
+@click.option("--no-timeline", "hides_timeline", is_flag=True, help="Do not draw its life as bars over time.")
+@click.option("--html", "page", type=FILE, metavar="FILE", help="Write one self-contained page instead.")
+@click.option("--damaged", "shows_damage", is_flag=True, help="List stored values that cannot be read instead.")
+@click.option("--save", type=DIRECTORY, metavar="DIR", help="With --damaged: write their bytes into files there.")
 @store_option
 @json_option
-def show(task_id: str, full: bool, store: str | None, as_json: bool) -> None:
-    """Show one task: its request, its story so far, what it waits for, how it ended, what to do about it.
+def show(
+    task_id: str,
+    *,
+    full: bool,
+    hides_timeline: bool,
+    page: Path | None,
+    shows_damage: bool,
+    save: Path | None,
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Show one task: its request, its life as a timeline, its story so far, what it waits for, how it ended, what to do
+    about it.
 
     TASK_ID may be the beginning of an id, six digits or more.
 
     \b
     Example:
       coatcheck show 5f0c6a55
+      coatcheck show 5f0c6a55 --html task.html
+      coatcheck show 5f0c6a55 --damaged --save bad
     """
-
-    async def look() -> tuple[Task, Sequence[Line], datetime]:
-        async with make_client(store=store) as client:
-            found = await client.get(await find_task_id(client.store, task_id))
-            lines = await client.lines(found.task_id)
-            return found, lines, await client.store.read_clock()
-
-    task, lines, now = asyncio.run(look())
-    if as_json:
-        emit_json(task_document(task, lines, now))
+    if save is not None and not shows_damage:
+        raise click.UsageError("--save goes with --damaged")
+    if page is not None and (shows_damage or as_json):
+        raise click.UsageError("--html excludes --damaged and --json")
+    seen = asyncio.run(_look(task_id, store, with_bytes=shows_damage or page is not None))
+    limit = None if full else LONGEST_PAYLOAD
+    if shows_damage:
+        tell_damaged(check_task(seen.task, seen.stored), save=save, as_json=as_json)
+    elif page is not None:
+        _write(page, render(page_of(seen, limit)))
+    elif as_json:
+        emit_json(task_document(seen.task, seen.lines, seen.now))
     else:
-        _print_task(task, lines, now, limit=None if full else LONGEST_PAYLOAD)
+        _print_task(seen.task, seen.lines, seen.now, limit=limit, hides_timeline=hides_timeline)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the rows told of a task, and when by their clock. `stored` only if it was asked for."""
+
+    task: Task
+    lines: Sequence[Line]
+    stored: Sequence[Stored]
+    now: datetime
+
+
+async def _look(task_id: str, store: str | None, *, with_bytes: bool) -> Seen:
+    async with make_client(store=store) as client:
+        found = await client.get(await find_task_id(client.store, task_id))
+        lines = await client.lines(found.task_id)
+        stored = await client.store.read_stored(found.task_id) if with_bytes else ()
+        return Seen(found, lines, stored, await client.store.read_clock())
 
 
 # --- for people ---
 
 
-def _print_task(task: Task, lines: Sequence[Line], now: datetime, *, limit: int | None) -> None:
-    say_facts(
-        [
-            ("task", str(task.task_id)),
-            ("service", task.service),
-            ("handler", f"{task.handler or '(default)'}  (version {task.version})"),
-            ("state", task.state.value),
-            ("created", f"{moment(task.created_at)}  ({from_now(task.created_at, now)})"),
-            ("changed", f"{moment(task.updated_at)}  ({from_now(task.updated_at, now)})"),
-            ("finished", _finished(task)),
-            ("attempt", str(attempt_of(task.state, task.attempt))),
-            ("picked up", f"{_count(task.epoch, 'time')}, {_count(task.checkpoint, 'checkpoint')}"),
-            ("progress", describe_progress(task.progress)),
-            ("identity", task.identity),
-            ("caller", None if task.caller is None else task.caller.subject),
-            ("replies to", ", ".join(f"{to.reply_to} ({to.correlation_id or '-'})" for to in task.addresses)),
-            ("trace", task.traceparent),
-        ]
-    )
+def _print_task(task: Task, lines: Sequence[Line], now: datetime, *, limit: int | None, hides_timeline: bool) -> None:
+    say_facts(facts_of(task, now))
     _print_block("Request", read_blob(task.request).as_text(limit))
     if lines:
+        if not hides_timeline:
+            say("\nTimeline", style="bold")
+            say_timeline(timeline_of(task, lines, now), most=None if limit is None else MOST_BARS)
         say("\nStory", style="bold")
-        say_table(STORY, [_cells(line, now, limit, day_of=task.created_at) for line in lines])
-    _print_end(task, limit)
+        say_table(STORY, [cells_of(line, now, limit, day_of=task.created_at) for line in lines])
+    for title, text in ends_of(task, limit):
+        _print_block(title, text)
     advice = advise(task, lines, now)
     if advice is not None:
         _print_block("What next", advice.why if advice.fix is None else f"{advice.why}\n{advice.fix}")
 
 
-def _print_end(task: Task, limit: int | None) -> None:
-    problem = problem_of_task(task)
+def facts_of(task: Task, now: datetime) -> list[tuple[str, str | None]]:
+    return [
+        ("task", str(task.task_id)),
+        ("service", task.service),
+        ("handler", f"{task.handler or '(default)'}  (version {task.version})"),
+        ("state", task.state.value),
+        ("created", f"{moment(task.created_at)}  ({from_now(task.created_at, now)})"),
+        ("changed", f"{moment(task.updated_at)}  ({from_now(task.updated_at, now)})"),
+        ("finished", _finished(task)),
+        ("attempt", str(attempt_of(task.state, task.attempt))),
+        ("picked up", f"{_count(task.epoch, 'time')}, {_count(task.checkpoint, 'checkpoint')}"),
+        ("progress", describe_progress(task.progress)),
+        ("identity", task.identity),
+        ("caller", None if task.caller is None else task.caller.subject),
+        ("replies to", ", ".join(f"{to.reply_to} ({to.correlation_id or '-'})" for to in task.addresses)),
+        ("trace", task.traceparent),
+    ]
+
+
+def ends_of(task: Task, limit: int | None) -> list[tuple[str, str]]:
+    """How it ended, or what is wrong: titles and texts."""
+    problem, found = problem_of_task(task), list[tuple[str, str]]()
     if task.state is TaskState.DONE and task.value is not None:
-        _print_block("Result", read_blob(task.value).as_text(limit))
+        found.append(("Result", read_blob(task.value).as_text(limit)))
     elif problem is not None:
         lines = [f"{problem.get('title', 'Failed')}: {problem.get('detail', '')}", f"code: {problem.get('code', '-')}"]
         lines += [f"exception: {problem['exception']}"] if "exception" in problem else []
-        _print_block("Failure" if task.state.is_final else "Last failure", "\n".join(lines))
+        found.append(("Failure" if task.state.is_final else "Last failure", "\n".join(lines)))
     if task.traceback and problem is not None:
-        _print_block("Traceback", task.traceback.rstrip())
+        found.append(("Traceback", task.traceback.rstrip()))
+    return found
 
 
 def _print_block(title: str, text: str) -> None:
@@ -122,7 +179,7 @@ def _finished(task: Task) -> str | None:
     return f"{moment(task.finished_at)}  (after {duration(task.finished_at - task.created_at)})"
 
 
-def _cells(line: Line, now: datetime, limit: int | None, *, day_of: datetime) -> list[str]:
+def cells_of(line: Line, now: datetime, limit: int | None, *, day_of: datetime) -> list[str]:
     is_open = line.state is CallState.OPEN
     notes = [describe_progress(line.progress)] if is_open and line.progress else []
     notes += ["not known to be sent"] if is_open and not line.is_sent and line.kind.is_published else []
@@ -162,6 +219,37 @@ def _blob_of(line: Line) -> bytes | None:
 def _one_line(text: str, limit: int | None) -> str:
     text = " ".join(clean(text).split())
     return text if limit is None or len(text) <= limit else f"{text[:limit]}…"
+
+
+# --- as a page ---
+
+
+def page_of(seen: Seen, limit: int | None) -> Page:
+    """What `show` prints, and the checkpoints, for `page.render`."""
+    task, day = seen.task, seen.task.created_at
+    advice = advise(task, seen.lines, seen.now)
+    why = None if advice is None else "\n".join(part for part in (advice.why, advice.fix) if part)
+    story = [cells_of(line, seen.now, limit, day_of=day) for line in seen.lines]
+    found = [checkpoint_cells(each, day_of=day) for each in checkpoints_of(task, seen.stored)]
+    note = "A checkpoint that recorded nothing is listed only if it is the last: no other row knows of it."
+    return Page(
+        title=f"{task.service}/{task.handler or '(default)'} {task.task_id}",
+        state=task.state.value,
+        facts=facts_of(task, seen.now),
+        why=why,
+        timeline=timeline_of(task, seen.lines, seen.now) if seen.lines else None,
+        grids=(Grid("Story", STORY, story), Grid("Checkpoints", CHECKPOINTS, found, note)),
+        sections=[Section("Request", read_blob(task.request).as_text(limit)), *starmap(Section, ends_of(task, limit))],
+        made=f"Read {moment(seen.now)} by the database's clock. Times are of the zone in which the page was made.",
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}; name a file of yours") from error
+    say(f"Wrote {path}", err=True, style="dim")
 
 
 # --- what to do ---

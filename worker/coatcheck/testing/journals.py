@@ -68,14 +68,14 @@ def record(ticket: Ticket) -> Journal:
     row = ticket.scene.tables.tasks.get(ticket.task_id)
     if row is None:
         raise UsageError(f"{ticket} has no journal: it has not waited for anything, and no step of it was recorded")
-    return _journal(row.task, ticket.scene.tables.known(ticket.task_id))
+    return journal_of(row.task, ticket.scene.tables.known(ticket.task_id))
 
 
 async def record_from_store(store_url: str, task_id: UUID | str) -> Journal:
     """The journal of a task in a real store. It only reads. Raises NoSuchTask."""
     async with Client(store=store_url) as client:
         task = await client.get(task_id if isinstance(task_id, UUID) else UUID(task_id))
-        return _journal(task, await client.store.find_known(task.task_id))
+        return journal_of(task, await client.store.find_known(task.task_id))
 
 
 def load(source: Journal | Path | str) -> Journal:
@@ -87,7 +87,8 @@ def load(source: Journal | Path | str) -> Journal:
     return journal
 
 
-def _journal(task: Task, known: Known) -> Journal:
+def journal_of(task: Task, known: Known) -> Journal:
+    """The journal of a task whose rows were read. Raises CorruptBlob if a value of it cannot be."""
     caller = task.caller
     return {
         "format": FORMAT,

@@ -6,6 +6,7 @@ A client needs the broker to submit, call and cancel; the store only to look at 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
 from uuid import UUID
+
+from msgspec.structs import replace
 
 from coatcheck.broker import connect
 from coatcheck.broker.bodies import Body, Limits
@@ -36,6 +39,7 @@ from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.orders import Fork, Order, OrderDone, OrderRefused, Pause, Resume, Retry, Rewind
 from coatcheck.store.rows import Task, TaskId, TaskState
 from coatcheck.store.views import HistoryLine, Line
+from coatcheck.worker.checking import Checked, check_task
 from coatcheck.worker.ids import child_traceparent, new_id
 from coatcheck.worker.messages import cancel_message, task_id_of, to_body
 from coatcheck.worker.servers import no_server, settle, warn_of_exposures
@@ -344,6 +348,14 @@ class Client:
         if not entries and await self.find(task_id) is None:
             raise NoSuchTask(_no_such_task(task_id))
         return [_history_line(entry) for entry in entries]
+
+    async def check(self, task_id: UUID) -> Checked:
+        """Read everything that is stored of a task, and say what is wrong with it. Raises NoSuchTask."""
+        began = time.perf_counter()
+        task = await self.get(task_id)
+        rows = await self.store.read_stored(task.task_id)
+        checked = check_task(task, rows, await self.store.read_history(task.task_id))
+        return replace(checked, took=timedelta(seconds=time.perf_counter() - began))
 
     async def list(
         self, *, service: str | None = None, states: Collection[TaskState] = (), limit: int = 50
