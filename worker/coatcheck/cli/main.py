@@ -30,7 +30,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ps": ("tasks", "List tasks and what they wait for."),
     "show": ("tasks", "Show everything about one task."),
     "cancel": ("requests", "Cancel a task, wherever it is."),
-    "dead": ("dead", "Look after messages that nobody could deal with."),
+    "dead": ("dead", "Look after messages that no service could deal with."),
     "doctor": ("doctor", "Check the installation, and print the fix for what is wrong."),
     "version": ("setup", "Print the versions of Coatcheck, its schema and Python."),
 }

@@ -466,7 +466,7 @@ class Run:
             self.tracker.poke()  # it has moved since; look again
             return
         lines = self.lines()
-        fix = "these branches wait for each other, or for nobody"
+        fix = "these branches wait for each other, or for nothing"
         self._warn_once("handler_waits_for_nothing", lines=lines, fix=fix)
 
     def _warn_once(self, event: str, **facts: Any) -> None:
