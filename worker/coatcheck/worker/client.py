@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,7 +33,6 @@ from coatcheck.worker.settings import Settings, is_embedded
 log = get_logger(__name__)
 
 LONGEST_POLL_S = 1.0
-OnProgress = Callable[[Progress], None]
 
 
 class NoSuchTask(UsageError):
