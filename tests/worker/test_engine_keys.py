@@ -103,7 +103,7 @@ def test_journal_lookup_order():
     assert journal.find(want("a", "a", 2))[0] == "a#2"  # not its occurrence, but its arguments
     assert journal.find(want("a#2", "a", 1))[0] == "a"
     assert journal.find(want("a#3", "a", 3))[0] == "a#3"
-    assert journal.is_all_read
+    assert not journal.unread
     assert journal.find(want("a#4", "a", 4)) == ("a#4", None, True)
 
 

@@ -15,7 +15,7 @@ from structlog.testing import LogCapture
 
 from coatcheck.errors import UsageError
 from coatcheck.testing import Stage
-from coatcheck.worker import App, Context, Retry, events
+from coatcheck.worker import App, Context, Retry, events, sweeper
 from coatcheck.worker.events import Event, Events, TaskFinished, TaskParked
 from coatcheck.worker.metrics import Metrics
 
@@ -31,7 +31,8 @@ def capture() -> Iterator[LogCapture]:
 
 
 def kinds() -> list[type[Event]]:
-    return [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)]
+    found = {**vars(events), **vars(sweeper)}.values()
+    return [each for each in found if isinstance(each, type) and issubclass(each, Event)]
 
 
 def make_app(on_event: Any) -> App:
@@ -169,7 +170,7 @@ def test_the_page_names_events_and_attributes_that_exist() -> None:
     section = (ROOT / "docs/handlers.md").read_text().partition("## Hearing what happens")[2]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `") and "event.name" not in line]
 
-    assert len(rows) == 9
+    assert len(rows) == 12
     for _, name, _, attributes, _ in rows:
         listed = set(re.findall(r"`(\w+)`", attributes.partition(":")[0])) | {"task_id"}
         assert listed == known[name.strip(" `")]
@@ -179,6 +180,27 @@ def test_no_two_kinds_share_a_name() -> None:
     names = [kind.name for kind in kinds()]
 
     assert len(names) == len(set(names))
+
+
+async def test_an_app_hears_of_a_call_without_a_route_and_of_a_message_that_is_buried() -> None:
+    heard: list[Event] = []
+    app = App("svc", on_event=heard.append)
+
+    @app.task
+    async def work(ctx: Context) -> None:
+        await ctx.send("svc.replies", "a request on a queue for replies")
+        await ctx.call("nowhere")
+
+    async with Stage() as stage:
+        stage.peer("nowhere").missing()
+        await stage.run(app)
+        ticket = await stage.submit("svc")
+        await stage.settle()
+
+    facts = {event.name: event.facts for event in heard}
+    assert facts["calls_had_no_route"] == {"task_id": ticket.task_id, "peers": ["nowhere"], "call_count": 1}
+    assert facts["message_buried"]["queue"] == "svc.replies"
+    assert facts["message_buried"]["code"] == "no_correlation_id"
 
 
 async def test_an_app_hears_of_a_cancel_that_ends_a_parked_task() -> None:

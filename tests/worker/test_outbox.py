@@ -10,6 +10,7 @@ from coatcheck.broker import Message, Outgoing, Routing, connect
 from coatcheck.broker.memory import MemoryBroker
 from coatcheck.errors import BrokerUnavailable, OversizedMessage
 from coatcheck.worker import outbox as outbox_module
+from coatcheck.worker.events import Events
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Outbox
 
@@ -35,7 +36,7 @@ class Recording:
 
 
 def outbox_of(broker: object) -> Outbox:
-    return Outbox(broker, metrics=Metrics())  # type: ignore[arg-type]
+    return Outbox(broker, events=Events(Metrics()))  # type: ignore[arg-type]
 
 
 def messages(*names: str) -> list[Outgoing]:
@@ -102,7 +103,7 @@ async def test_messages_whose_fate_is_known_are_counted_also_when_others_meet_an
             return Routing.REFUSED if outgoing.to == "full" else Routing.ROUTED
 
     metrics = Metrics()
-    outbox = Outbox(Failing(), metrics=metrics)  # type: ignore[arg-type]
+    outbox = Outbox(Failing(), events=Events(metrics))  # type: ignore[arg-type]
 
     with pytest.raises(BrokerUnavailable):
         await outbox.publish(messages("good", "bad", "full", "good"), is_named=True)
@@ -208,7 +209,7 @@ async def test_one_message_tries_a_queue_and_the_rest_follows_once_it_is_taken(
 async def test_pauses_grow_up_to_a_limit_and_only_one_message_is_on_its_way(monkeypatch: pytest.MonkeyPatch):
     now_s = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
-    known = outbox_module.Destinations(Metrics())
+    known = outbox_module.Destinations(Events(Metrics()))
     known.note("full", Routing.REFUSED, "full")
 
     pauses = []
@@ -244,7 +245,7 @@ async def test_a_try_that_ends_with_an_outage_leaves_the_queue_to_be_tried_again
 
 async def test_queues_that_refuse_are_counted_by_peer_and_reply_queues_together(broker: MemoryBroker):
     metrics = Metrics()
-    outbox = Outbox(broker, metrics=metrics)
+    outbox = Outbox(broker, events=Events(metrics))
     for queue in ("full", "research", "research.replies"):
         broker.server.limit(queue, 0)
 
@@ -262,7 +263,7 @@ async def test_queues_that_refuse_are_counted_by_peer_and_reply_queues_together(
 async def test_what_nobody_sends_to_any_more_is_forgotten(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(outbox_module, "FORGOTTEN_AFTER_S", -1.0)
     metrics = Metrics()
-    outbox = Outbox(broker, metrics=metrics)
+    outbox = Outbox(broker, events=Events(metrics))
     await refuse(outbox)
 
     await outbox.publish(messages("research"))
@@ -275,7 +276,7 @@ async def test_an_answer_that_no_row_remembers_is_tried_a_few_times_and_then_dro
 ):
     monkeypatch.setattr(outbox_module, "FIRST_PAUSE_S", 0.001)
     metrics = Metrics()
-    outbox = Outbox(broker, metrics=metrics)
+    outbox = Outbox(broker, events=Events(metrics))
     await refuse(outbox)
 
     await outbox.tell(messages("full", "research"))
@@ -285,7 +286,7 @@ async def test_an_answer_that_no_row_remembers_is_tried_a_few_times_and_then_dro
 
 
 async def test_only_so_many_wait_for_a_queue_that_no_row_remembers(broker: MemoryBroker):
-    outbox = Outbox(broker, metrics=Metrics(), patience=2)
+    outbox = Outbox(broker, events=Events(Metrics()), patience=2)
     await refuse(outbox)
 
     waiting = [asyncio.ensure_future(outbox.tell(messages("full"))) for _ in range(5)]
@@ -297,7 +298,7 @@ async def test_only_so_many_wait_for_a_queue_that_no_row_remembers(broker: Memor
 
 
 def test_queue_that_takes_one_and_is_full_again_is_not_said_to_take() -> None:
-    known = outbox_module.Destinations(Metrics())
+    known = outbox_module.Destinations(Events(Metrics()))
 
     known.note("full", Routing.REFUSED, "full")
     known.note("full", Routing.ROUTED, "full")

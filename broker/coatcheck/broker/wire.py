@@ -471,7 +471,7 @@ def revive(message: Message) -> Outgoing:
         raise OversizedMessage("oversized", detail)
     queue = message.headers.get(QUEUE)
     if not isinstance(queue, str) or not queue:
-        raise MalformedMessage("bad_header", f"no {QUEUE}: nobody knows which queue it was on")
+        raise MalformedMessage("bad_header", f"no {QUEUE}: nothing says which queue it was on")
     headers = {
         name: value for name, value in message.headers.items() if name not in DEAD_HEADERS and name != AUTHORIZATION
     }

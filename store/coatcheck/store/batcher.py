@@ -84,7 +84,7 @@ class Batcher(Generic[In, Out]):
         self._lane_tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, item: In) -> asyncio.Future[Out]:
-        """Commit the item with whatever else is waiting. Cancelling the future does not undo it."""
+        """Commit the item with all else that waits. Cancelling the future does not undo it."""
         waiting: _Waiting[In, Out] = _Waiting(item, asyncio.get_running_loop().create_future())
         self._pending.append(waiting)
         if self._flusher is None:
@@ -115,12 +115,12 @@ class Batcher(Generic[In, Out]):
             if waits:
                 _fail(batch, error)
             else:
-                # Something that SKIP LOCKED cannot skip was in the way of one of them, and nobody knows which.
+                # Something that SKIP LOCKED cannot skip was in the way of one of them, and nothing says which.
                 for waiting in batch:
                     self._move_to_lane(waiting, key=waiting.future)
         except TransientError as error:
             _fail(batch, error)
-        except Exception as error:  # noqa: BLE001 - whatever one item did must not reach its neighbours
+        except Exception as error:  # noqa: BLE001 - what one item did must not reach its neighbours
             await self._bisect(batch, error, waits=waits)
         else:
             if self._observe:

@@ -200,7 +200,7 @@ def _carefully(read: Callable[[bytes], T], body: bytes) -> T:
 
 
 def canonical(value: Any) -> bytes:
-    """Encode so that equal values give equal bytes, whatever the order of their keys; for digests."""
+    """Encode so that equal values give equal bytes in any order of their keys; for digests."""
     if isinstance(value, _BYTES):
         return b"b" + bytes(value)
     return _CANONICAL_JSON.encode(value)

@@ -1,4 +1,4 @@
-"""Transactions in flight: they end by themselves, also when whoever asked for them has left."""
+"""Transactions in flight: they end by themselves, also when their caller has left."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ class InFlight:
     def _forget(self, running: asyncio.Task[Any]) -> None:
         self._running.discard(running)
         if not running.cancelled():
-            running.exception()  # its caller may have left; asyncio would complain that nobody looked
+            running.exception()  # its caller may have left; asyncio would complain that the error was not read

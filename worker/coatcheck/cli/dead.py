@@ -39,7 +39,7 @@ BATCH_SIZE = 500
 
 @click.group()
 def dead() -> None:
-    """Look after messages that nobody could deal with.
+    """Look after messages that no service could deal with.
 
     A message that breaks the contract (malformed, too large, of an unknown kind) goes to the dead-letter queue of its
     service, with the reason. It stays there until you redrive it, after the cause is gone, or drop it.
@@ -279,7 +279,7 @@ def _confirm(question: str) -> None:
     except click.Abort:
         if sys.stdin.isatty():
             raise
-        raise click.UsageError("nobody is there to confirm; add --yes") from None
+        raise click.UsageError("there is no terminal to confirm on; add --yes") from None
     if not is_sure:
         raise click.ClickException("nothing was done")
 

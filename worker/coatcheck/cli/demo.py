@@ -265,7 +265,7 @@ class Performance(Watcher):
         wanted = {name for names in scene.starts.values() for name in names}
         if not await self._look_until(lambda: wanted <= scene.ready.keys(), limit_s=START_LIMIT_S):
             late = ", ".join(sorted(wanted - scene.ready.keys()))
-            raise DemoFailed(f"not everybody was ready after {START_LIMIT_S:.0f} seconds: {late}")
+            raise DemoFailed(f"not all processes were ready after {START_LIMIT_S:.0f} seconds: {late}")
 
     async def _begin(self, word: str, work: Coroutine[Any, Any, T]) -> T:
         """Do something that is shown as being started until it is done."""
@@ -306,7 +306,7 @@ class Performance(Watcher):
         for number, question in enumerate(self._plan.questions()):
             await asyncio.sleep(began_s + number / self._plan.ask_per_s - time.monotonic())
             if not await self._asker.ask(question):
-                raise DemoFailed(f"the queue {self.prefix}-survey is gone: somebody deleted it while the demo ran")
+                raise DemoFailed(f"the queue {self.prefix}-survey is gone: it was deleted while the demo ran")
 
     def _is_time_to_kill(self) -> bool:
         """An eighth is answered, and the victim has begun something that is not finished."""

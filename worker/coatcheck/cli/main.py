@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "retry": ("orders", "Let failed tasks go on from their last checkpoint."),
     "pause": ("orders", "Let nothing of a task run until it is resumed."),
     "resume": ("orders", "Let paused tasks go on."),
-    "dead": ("dead", "Look after messages that nobody could deal with."),
+    "dead": ("dead", "Look after messages that no service could deal with."),
     "doctor": ("doctor", "Check the installation, and print the fix for what is wrong."),
     "version": ("setup", "Print the versions of Coatcheck, its schema and Python."),
 }

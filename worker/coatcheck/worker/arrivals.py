@@ -98,22 +98,15 @@ class UnderWay:
         try:
             work = receive(delivery)
         except Exception as error:  # noqa: BLE001 - a surprise, to be dealt with like one that comes later
-            self._start_surprised(delivery, error)
+            self.start(self._surprised(delivery, error), None)
             return
         if work is not None:
-            self.start(delivery, work)
+            self.start(work, delivery)
 
-    def start(self, delivery: Delivery, work: Work) -> None:
-        """Give the work a task of its own. What it raises must not end the replica."""
-        self._start(work, on_done=partial(self._on_done, delivery))
-
-    def _start_surprised(self, delivery: Delivery, error: BaseException) -> None:
-        """Deal with a surprise. One about a surprise ends here: it is told, and the delivery goes back with the
-        connection.
+    def start(self, work: Work, delivery: Delivery | None) -> None:
+        """Give the work a task of its own. What it raises is a surprise about the delivery, and does not end the
+        replica. None: the work deals with a surprise itself.
         """
-        self._start(self._surprised(delivery, error), on_done=self._on_dealt_with)
-
-    def _start(self, work: Work, *, on_done: Callable[[asyncio.Future[None]], None]) -> None:
         if self._is_over:
             work.close()  # unacked, the delivery goes back with the connection
             return
@@ -121,19 +114,17 @@ class UnderWay:
         task = make_untracked(self._loop, work, context=context)
         self._running.add(task)
         # In the task's own context, so that a surprise is told with the ids that were bound there.
-        task.add_done_callback(on_done, context=context)
+        task.add_done_callback(partial(self._on_done, delivery), context=context)
 
-    def _on_done(self, delivery: Delivery, task: asyncio.Future[None]) -> None:
+    def _on_done(self, delivery: Delivery | None, task: asyncio.Future[None]) -> None:
         self._running.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._start_surprised(delivery, error)
-
-    def _on_dealt_with(self, task: asyncio.Future[None]) -> None:
-        self._running.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.error("delivery_not_requeued", exc_info=error)
+        if error is None:
+            return
+        if delivery is not None:
+            self.start(self._surprised(delivery, error), None)
+        else:
+            log.error("delivery_not_requeued", exc_info=error)  # it goes back with the connection
 
     def watch(self, delivery: Delivery, future: asyncio.Future[T], then: Callable[[asyncio.Future[T]], None]) -> None:
         """Count as under way until the future is done and `then` was called with it. Cut short, it is not called."""
@@ -145,7 +136,7 @@ class UnderWay:
             try:
                 then(done)
             except Exception as error:  # noqa: BLE001 - in a callback it would only be logged, and the delivery kept
-                self._start_surprised(delivery, error)
+                self.start(self._surprised(delivery, error), None)
 
         self._running.add(future)
         future.add_done_callback(on_done)
@@ -225,12 +216,19 @@ class Replies:
         self, delivery: Delivery, arrival: Arrival, asked_s: float, claiming: asyncio.Future[Ruling]
     ) -> None:
         """Ack a reply that was recorded for a task that waits for more: most are. All else is seen to in a task."""
-        if claiming.exception() is None and _is_just_recorded(arrival, claiming.result()):
-            self._take_note(arrival, claiming.result())
+        ruling = claiming.result() if claiming.exception() is None else None
+        if (
+            ruling is not None
+            and ruling.verdict is Verdict.RECORDED
+            and ruling.state is TaskState.PARKED
+            and arrival.state is not CallState.TIMED_OUT  # its peer is told
+            and not arrival.is_redelivered  # what is unsent is sent
+        ):
+            self._take_note(arrival, ruling)
             delivery.ack()
         else:
             work = partial(self._claim, delivery, arrival, asked_s, claiming)
-            self._under_way.start(delivery, self._see_through(delivery, work))
+            self._under_way.start(self._see_through(delivery, work), delivery)
 
     async def _see_through(self, delivery: Delivery, work: Callable[[], Work]) -> None:
         """See one reply through to its ack; a failure of ours leaves it to be redelivered."""
@@ -250,8 +248,8 @@ class Replies:
         ruling = await runtime.gate.insist(
             lambda is_in_doubt: runtime.store.claim(_redelivered(arrival) if is_in_doubt else arrival), first=claiming
         )
-        self._take_note(arrival, ruling)
-        if _is_applied(ruling) and arrival.state is CallState.TIMED_OUT and ruling.name:
+        is_applied = self._take_note(arrival, ruling)
+        if is_applied and arrival.state is CallState.TIMED_OUT and ruling.name:
             await runtime.outbox.publish([cancel_message(call_id, ruling.name, "timed out")])
         if ruling.verdict is Verdict.UNKNOWN and arrival.state is not CallState.TIMED_OUT:
             detail = f"no call {call_id} is known here: it was never made, or its task was removed by retention"
@@ -260,12 +258,15 @@ class Replies:
         is_ending = arrival.state is not None
         await self._go_on(delivery, ruling, is_ending=is_ending, trigger_name=str(call_id), asked_s=asked_s)
 
-    def _take_note(self, arrival: Arrival, ruling: Ruling) -> None:
-        """A claim is committed: tell what became of it."""
+    def _take_note(self, arrival: Arrival, ruling: Ruling) -> bool:
+        """A claim is committed: tell what became of it, and whether it applied."""
         kind = _KINDS[arrival.state]
-        self._runtime.events.tell(ReplyClaimed(ruling.task_id, arrival.call_id, ruling.name, kind, ruling.verdict))
-        if _is_applied(ruling) and arrival.state is not None:
+        claimed = ReplyClaimed(ruling.task_id, arrival.call_id, ruling.name, kind, ruling.verdict)
+        self._runtime.events.tell(claimed)
+        is_applied = claimed.is_applied
+        if is_applied and arrival.state is not None:
             self._runtime.marks.forget(arrival.call_id)
+        return is_applied
 
     async def _resume(self, delivery: Delivery, task_id: TaskId, epoch: int) -> None:
         runtime = self._runtime
@@ -468,13 +469,3 @@ def _end_of(reply: Reply) -> tuple[CallState | None, bytes, dict[str, Any] | Non
             return None, b"", {"done": progress.done, "total": progress.total, "message": progress.message}
         case ReplyKind.TIMEOUT | ReplyKind.RESUME:
             return CallState.TIMED_OUT, encode(problem("timed_out", detail="no answer in time")), None
-
-
-def _is_applied(ruling: Ruling) -> bool:
-    return ruling.verdict in (Verdict.GRANTED, Verdict.RECORDED)
-
-
-def _is_just_recorded(arrival: Arrival, ruling: Ruling) -> bool:
-    """Tell whether nothing is left to do for a reply but its ack: no run to start, nothing to send."""
-    is_plain = arrival.state is not CallState.TIMED_OUT and not arrival.is_redelivered
-    return ruling.verdict is Verdict.RECORDED and is_plain and ruling.state is TaskState.PARKED

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -48,7 +48,6 @@ from coatcheck.worker.settings import Settings, is_embedded
 log = get_logger(__name__)
 
 LONGEST_POLL_S = 1.0
-OnProgress = Callable[[Progress], None]
 
 
 class NotDone(UsageError):

@@ -13,6 +13,7 @@ from coatcheck.errors import BrokerUnavailable, MalformedMessage
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.rows import Address
+from coatcheck.worker.events import MessageBuried
 from coatcheck.worker.runtime import Runtime
 
 log = get_logger(__name__)
@@ -51,11 +52,8 @@ async def bury(
         await asyncio.sleep(PAUSE_S)
         delivery.requeue()
         return
-    reach("after_bury")
-    runtime.metrics.dead_letters.labels(error.code).inc()
-    log.error(
-        "message_buried", queue=delivery.queue, code=error.code, detail=error.detail, size=len(delivery.message.body)
-    )
+    size = len(delivery.message.body)
+    runtime.events.tell(MessageBuried(None, delivery.queue, error.code, error.detail, size))
     delivery.ack()
 
 

@@ -3,7 +3,7 @@
 A part of the protocol that has done something makes an event of it and gives it to `Events.tell`. Each kind of event
 says here which crash point stands after it, what is counted and which line is logged; then the app's `on_event` gets
 it. An event is told after the fact: what it tells of is committed, or published where there is no row. So a process
-that dies may leave a fact untold, and never tells one that is not so.
+that dies may leave a fact untold, and never tells one that is not so. Kinds that no app hears of are in `sweeper.py`.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ OnEvent: TypeAlias = Callable[[Event], object]
 
 
 class Events:
-    """The stream of one replica."""
+    """The stream of one replica, or of a sweeper, which has no app to tell."""
 
-    def __init__(self, metrics: Metrics, on_event: OnEvent | None) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, on_event: OnEvent | None = None) -> None:
+        self.metrics = metrics
         self._on_event = on_event
         self._failures: set[tuple[str, str]] = set()
 
     def tell(self, event: Event) -> None:
         """Record what has happened, and hand it to the app. Raises nothing."""
-        event.record(self._metrics)
+        event.record(self.metrics)
         if self._on_event is not None:
             try:
                 self._on_event(event)
@@ -382,6 +382,83 @@ class CancelRuled(Event, frozen=True):
         log.info("cancel_ruled", verdict=self.verdict.value, reason=self.reason)
         if self.verdict is Verdict.RECORDED:
             metrics.finished.labels("cancelled").inc()
+
+
+# --- what left, and what did not ---
+
+
+class MessagesResent(Event, frozen=True):
+    """Calls or final replies that were not known to be sent were sent again."""
+
+    message_count: int
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.resent.inc(self.message_count)
+
+
+class CallsHadNoRoute(Event, frozen=True):
+    """Calls went to services that have no queue; their callers get the error `no_route`."""
+
+    peers: list[str]
+    call_count: int
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.no_route.inc(self.call_count)
+        log.warning("calls_had_no_route", peers=self.peers, call_count=self.call_count)
+
+
+class CallBodyDamaged(Event, frozen=True):
+    """The stored body of a call cannot be read, so it is not sent."""
+
+    key: str
+    peer: str
+    reason: str
+
+    def record(self, metrics: Metrics) -> None:
+        log.error("call_body_damaged", task_id=str(self.task_id), key=self.key, peer=self.peer, reason=self.reason)
+
+
+class AnswerDropped(Event, frozen=True):
+    """Answers that no row remembers were dropped: their reply queues refused them for long."""
+
+    reply_to: list[str]
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.answers_dropped.inc(len(self.reply_to))
+        log.warning("answer_dropped", reply_to=self.reply_to, why="the reply queue refuses it")
+
+
+class DestinationRefused(Event, frozen=True):
+    """A queue has begun to refuse messages, as a full one does."""
+
+    queue: str
+
+    def record(self, metrics: Metrics) -> None:
+        log.warning("destination_refused", queue=self.queue)
+
+
+class DestinationTookAgain(Event, frozen=True):
+    """A queue that refused messages for `refused_s` takes them again."""
+
+    queue: str
+    refused_s: float
+
+    def record(self, metrics: Metrics) -> None:
+        log.info("destination_took_again", queue=self.queue, refused_s=self.refused_s)
+
+
+class MessageBuried(Event, frozen=True):
+    """A message cannot be used, and is in the dead letters."""
+
+    queue: str
+    code: str
+    detail: str
+    size: int
+
+    def record(self, metrics: Metrics) -> None:
+        reach("after_bury")
+        metrics.dead_letters.labels(self.code).inc()
+        log.error("message_buried", queue=self.queue, code=self.code, detail=self.detail, size=self.size)
 
 
 # --- servers ---

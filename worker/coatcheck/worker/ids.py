@@ -70,6 +70,7 @@ _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-
 _LONGEST = 512
 _SAMPLED = 0x01
 _SPANS = blake2b(digest_size=8, person=b"cc-span")
+_NO_SPAN = "0" * 16
 _KNOWN_FLAGS = 0x03  # sampled, and level 2's random-trace-id
 
 
@@ -99,7 +100,7 @@ def parse_traceparent(traceparent: str | None) -> TraceParent | None:
     version, trace_id, span_id, flags, rest = found.groups()
     if version == "ff" or (version == "00" and rest is not None):
         return None
-    if trace_id == "0" * 32 or span_id == "0" * 16:
+    if trace_id == "0" * 32 or span_id == _NO_SPAN:
         return None
     return TraceParent(trace_id=trace_id, span_id=span_id, flags=int(flags, 16) & _KNOWN_FLAGS)
 
@@ -110,7 +111,15 @@ def child_traceparent(traceparent: str | None, *, call_id: UUID | None = None, t
     Without a valid parent a new trace begins, named after `task_id` if there is one. With a `call_id` the span is
     derived from it, so repeating gives the same header.
     """
-    span_id = secrets.token_hex(8) if call_id is None else _derived_span(call_id)
+    if call_id is None:
+        span_id = secrets.token_hex(8)
+    else:
+        # Hashed, because a call id is the secret that lets a peer answer and spans end up in many trace viewers.
+        hashed = _SPANS.copy()
+        hashed.update(call_id.bytes)
+        span_id = hashed.hexdigest()
+        if span_id == _NO_SPAN:
+            span_id = "0" * 15 + "1"
     parent = parse_traceparent(traceparent)
     if parent is not None:
         return f"00-{parent.trace_id}-{span_id}-{parent.flags:02x}"
@@ -122,11 +131,3 @@ def trace_id_of(traceparent: str | None) -> str | None:
     """Return the trace id, for logs, or None when there is no valid trace."""
     parent = parse_traceparent(traceparent)
     return None if parent is None else parent.trace_id
-
-
-def _derived_span(call_id: UUID) -> str:
-    # Hashed, because a call id is the secret that lets a peer answer and spans end up in many trace viewers.
-    hashed = _SPANS.copy()
-    hashed.update(call_id.bytes)
-    digest = hashed.hexdigest()
-    return digest if digest != "0" * 16 else "0" * 15 + "1"

@@ -39,8 +39,15 @@ from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob
 from coatcheck.store.rows import Peer
+from coatcheck.worker.events import (
+    AnswerDropped,
+    CallBodyDamaged,
+    CallsHadNoRoute,
+    DestinationRefused,
+    DestinationTookAgain,
+    Events,
+)
 from coatcheck.worker.messages import call_message, cancel_message
-from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.problems import problem
 
 log = get_logger(__name__)
@@ -66,11 +73,11 @@ class Outbox:
     delivery unacked, so it is a part of what a consumer may hold.
     """
 
-    def __init__(self, broker: Broker, *, metrics: Metrics, patience: int = 16) -> None:
+    def __init__(self, broker: Broker, *, events: Events, patience: int = 16) -> None:
         self._broker = broker
-        self._metrics = metrics
+        self._events = events
         self._patience = patience
-        self._destinations = Destinations(metrics)
+        self._destinations = Destinations(events)
         self._publishing_count = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -147,7 +154,7 @@ class Outbox:
 
     def _note(self, batch: Sequence[Outgoing], fates: Sequence[Routing | None], is_named: bool) -> None:
         """Count what became of messages; None: it is not known."""
-        self._metrics.published.inc(len(fates) - fates.count(Routing.REFUSED) - fates.count(None))
+        self._events.metrics.published.inc(len(fates) - fates.count(Routing.REFUSED) - fates.count(None))
         if self._destinations or Routing.REFUSED in fates:
             for outgoing, fate in zip(batch, fates, strict=True):
                 if fate is not None and not outgoing.is_broadcast:
@@ -193,8 +200,7 @@ class Outbox:
                 return
             if number == MOST_TRIES - 1 or not await self.pause(number):
                 break
-        self._metrics.answers_dropped.inc(len(left))
-        log.warning("answer_dropped", reply_to=[each.to[:64] for each in left], why="the reply queue refuses it")
+        self._events.tell(AnswerDropped(None, [each.to[:64] for each in left]))
 
     async def pause(self, number: int) -> bool:
         """Wait before the next try at something that is kept in RAM only, the longer the more there were. False, at
@@ -216,7 +222,7 @@ class Outbox:
 
         Gives back those that are not sent, as a queue refused them or their bodies are damaged.
         """
-        leaving, damaged = _messages_of(calls, reply_to)
+        leaving, damaged = self._messages_of(calls, reply_to)
         if not leaving:
             return damaged
         calls = [call for call, _ in leaving]
@@ -229,10 +235,27 @@ class Outbox:
             log.debug("calls_refused", peers=sorted({call.peer for call in refused}), call_count=len(refused))
         return damaged + refused + (await self._answer_lost(lost, reply_to) if lost else [])
 
+    def _messages_of(
+        self, calls: Sequence[Peer], reply_to: str | None
+    ) -> tuple[list[tuple[Peer, Outgoing]], list[Peer]]:
+        """Calls as they leave, and those whose bodies were damaged in their rows. Of a timer nothing is sent."""
+        leaving: list[tuple[Peer, Outgoing]] = []
+        damaged: list[Peer] = []
+        for call in calls:
+            if not call.kind.is_published:
+                continue
+            try:
+                leaving.append((call, call_message(call, reply_to=reply_to)))
+            except CorruptBlob as error:
+                damaged.append(call)
+                self._events.tell(CallBodyDamaged(call.task_id, call.key, call.peer, str(error)))
+        return leaving, damaged
+
     async def _answer_lost(self, lost: Sequence[Peer], reply_to: str | None) -> list[Peer]:
         """Answer calls that had no route. Gives back those whose answer was refused: they are to be sent again."""
-        self._metrics.no_route.inc(len(lost))
-        log.warning("calls_had_no_route", peers=sorted({call.peer for call in lost}), call_count=len(lost))
+        tasks = {call.task_id for call in lost}
+        peers = sorted({call.peer for call in lost})
+        self._events.tell(CallsHadNoRoute(tasks.pop() if len(tasks) == 1 else None, peers, len(lost)))
         refused: list[Peer] = []
         for service in sorted({call.service for call in lost}):
             calls = [call for call in lost if call.service == service]
@@ -255,21 +278,6 @@ def pause_s(number: int) -> float:
 
 def _label(outgoing: Outgoing, *, is_named: bool) -> str:
     return outgoing.to if is_named else REPLIES
-
-
-def _messages_of(calls: Sequence[Peer], reply_to: str | None) -> tuple[list[tuple[Peer, Outgoing]], list[Peer]]:
-    """Calls as they leave, and those whose bodies were damaged in their rows. There is nothing to send of a timer."""
-    leaving: list[tuple[Peer, Outgoing]] = []
-    damaged: list[Peer] = []
-    for call in calls:
-        if not call.kind.is_published:
-            continue
-        try:
-            leaving.append((call, call_message(call, reply_to=reply_to)))
-        except CorruptBlob as error:
-            damaged.append(call)
-            log.error("call_body_damaged", task_id=str(call.task_id), key=call.key, peer=call.peer, reason=str(error))
-    return leaving, damaged
 
 
 def _no_route(call: Peer, reply_to: str | None) -> Outgoing:
@@ -301,8 +309,8 @@ class _Refusing:
 class Destinations:
     """The queues that refuse at the moment. False as a truth value: none does."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, events: Events) -> None:
+        self._events = events
         self._refusing: OrderedDict[str, _Refusing] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._took_again: set[str] = set()
@@ -336,7 +344,8 @@ class Destinations:
             self._forget(to)
             if len(self._took_again) < MOST_KNOWN:
                 self._took_again.add(to)
-            log.info("destination_took_again", queue=to[:64], refused_s=round(time.monotonic() - entry.since_s, 1))
+            refused_s = round(time.monotonic() - entry.since_s, 1)
+            self._events.tell(DestinationTookAgain(None, to[:64], refused_s))
 
     def take_open(self) -> set[str]:
         """The queues that have begun to take messages again since this was last asked."""
@@ -344,7 +353,7 @@ class Destinations:
         return {to for to in opened if to not in self._refusing}  # it may be full again by now
 
     def count_refused(self, label: str, count: int = 1) -> None:
-        self._metrics.refused.labels(self._known(label)).inc(count)
+        self._events.metrics.refused.labels(self._known(label)).inc(count)
 
     def forget_old(self) -> None:
         """Forget queues that nothing is sent to any more."""
@@ -357,7 +366,7 @@ class Destinations:
         if entry is None:
             entry = self._refusing[to] = _Refusing(self._known(label), now_s, now_s, SHORTEST_REFUSAL_S, now_s)
             self._count(entry.label, 1)
-            log.warning("destination_refused", queue=to[:64])
+            self._events.tell(DestinationRefused(None, to[:64]))
         elif entry.is_tried:
             entry.pause_s = min(entry.pause_s * 2, LONGEST_REFUSAL_S)
         else:
@@ -373,7 +382,7 @@ class Destinations:
 
     def _count(self, label: str, by: int) -> None:
         self._counts[label] += by
-        self._metrics.refusing.labels(label).set(self._counts[label])
+        self._events.metrics.refusing.labels(label).set(self._counts[label])
 
     def _known(self, label: str) -> str:
         """Labels are peers, and those are few; where names are made up at run time they stay few."""

@@ -69,7 +69,8 @@ class Requests:
         reach("request_received")
         try:
             request = wire.parse_request(delivery.message, self._runtime.limits)
-            self._check_reply_to(request.reply_to)
+            if request.reply_to is not None and not self._takes_replies(request.reply_to):
+                raise MalformedMessage("bad_reply_to", f"reply_to {request.reply_to[:64]!r} is no queue for replies")
         except MalformedMessage as error:
             document = problem("malformed_message", detail=str(error))
             told = tuple(each for each in address_of(delivery) if self._takes_replies(each.reply_to))
@@ -158,13 +159,8 @@ class Requests:
 
     def _takes_replies(self, queue: str) -> bool:
         """Whether we may be made to publish there. Our own replies queue takes them: a service may call itself."""
-        ours = (self._runtime.app.names.requests, self._runtime.settings.sweeper_queue)
+        ours = (self._runtime.app.service, self._runtime.settings.sweeper_queue)
         return queue not in ours and takes_replies(queue)
-
-    def _check_reply_to(self, reply_to: str | None) -> None:
-        """Raise MalformedMessage for a queue that we must not be made to publish to."""
-        if reply_to is not None and not self._takes_replies(reply_to):
-            raise MalformedMessage("bad_reply_to", f"reply_to {reply_to[:64]!r} is no queue for replies")
 
     async def _find_caller(self, delivery: Delivery, left_by: TaskRun | None) -> Caller | None:
         """Who asks. Raises Unauthorized; TransientError if the app cannot tell now."""

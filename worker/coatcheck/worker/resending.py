@@ -19,6 +19,7 @@ from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.front import Store
 from coatcheck.store.rows import Address, CallId, Peer, Ruling, Task, TaskId
+from coatcheck.worker.events import MessagesResent
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.outbox import Outbox
 
@@ -37,19 +38,21 @@ async def send_unsent(runtime: Runtime, ruling: Ruling) -> None:
     """Send the calls and the final reply that a redelivered message found unsent. Raises BrokerUnavailable."""
     if ruling.unsent.calls:
         reach("before_resend")
-        runtime.metrics.resent.inc(len(ruling.unsent.calls))
         refused = await runtime.outbox.send_calls(ruling.unsent.calls)
         reach("after_resend")
         runtime.marks.add(ruling.unsent.calls, refused=refused)
+        sent_count = len(ruling.unsent.calls) - len(refused)
+        if sent_count:
+            runtime.events.tell(MessagesResent(ruling.unsent.calls[0].task_id, sent_count))
     task = ruling.task
     if ruling.unsent.is_final_unsent and task is not None and task.addresses:
         reach("before_resend")
-        runtime.metrics.resent.inc()
-        await send_final(runtime, task)
+        if await send_final(runtime, task):
+            runtime.events.tell(MessagesResent(task.task_id, 1))
 
 
-async def send_final(runtime: Runtime, task: Task) -> None:
-    """Send a stored final reply, and note that it is sent, or that the sweeper is to send it."""
+async def send_final(runtime: Runtime, task: Task) -> bool:
+    """Send a stored final reply, and note that it is sent, or that the sweeper is to send it. Tells whether it is."""
     messages = final_messages(task) if task.addresses else []
     refused = await _publish(runtime, messages)
     reach("after_resend")
@@ -57,6 +60,7 @@ async def send_final(runtime: Runtime, task: Task) -> None:
         await leave_final(runtime, task.task_id, refused)
     else:
         await runtime.gate.insist(lambda _: runtime.store.mark_final_sent({task.task_id: task.addresses}))
+    return not refused
 
 
 async def answer_one(runtime: Runtime, task: Task, address: Address) -> None:

@@ -36,6 +36,7 @@ from coatcheck.points import reach
 from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.rows import Address, Task, TaskId, TaskState
 from coatcheck.store.views import LookedAt, Retention
+from coatcheck.worker.events import Event, Events, MessagesResent
 from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.metrics import Metrics
@@ -72,6 +73,7 @@ class Sweeper:
         self.settings = settings or Settings.load()
         self.name = name or f"sweeper-{socket.gethostname()}-{os.getpid()}"
         self.metrics = Metrics()
+        self._events = Events(self.metrics)
         self._open_store = open_store
         self._stopping = asyncio.Event()
         self._hinted = asyncio.Event()
@@ -120,7 +122,7 @@ class Sweeper:
         await broker.declare_sweeper(self.settings.sweeper_queue)
         await broker.consume(self.settings.sweeper_queue, self._on_hint, prefetch=100)
         check_schema(await self._insist(store), store.place)
-        outbox = Outbox(broker, metrics=self.metrics)
+        outbox = Outbox(broker, events=self._events)
         self.is_ready = True
         log.info("sweeper_started", pid=os.getpid(), settings=self.settings.describe_changed())
         try:
@@ -181,19 +183,22 @@ class Sweeper:
         resumes = [
             Outgoing(Names(task.service).replies, make_resume(str(task.task_id), task.epoch)) for task in looked.overdue
         ]
+        refused_count = 0
         if timeouts or resumes:
             # One that its queue refuses comes up again, as its row says.
             routings = await outbox.publish([*timeouts, *resumes], is_named=True)
             reach("sweep_emitted")
-            self.metrics.timeouts_emitted.inc(len(timeouts) - routings[: len(timeouts)].count(Routing.REFUSED))
-        log.info(
-            "swept",
+            refused_count = routings[: len(timeouts)].count(Routing.REFUSED)
+        swept = Swept(
+            None,
             timeouts=len(timeouts),
+            refused_timeouts=refused_count,
             resumes=len(resumes),
             unsent_calls=len(looked.unsent),
             unsent_finals=len(looked.unsent_finals),
             overdue_s=round(looked.oldest.total_seconds(), 3),
         )
+        self._events.tell(swept)
         if looked.unsent or looked.unsent_finals:
             await self._resend(looked, store, outbox)
 
@@ -214,18 +219,22 @@ class Sweeper:
             reach("sweep_resent")
             sent = [call.call_id for call in looked.unsent if call.call_id not in refused]
             await store.mark_sent(sent)
-            self.metrics.resent.inc(len(sent))
+            self._tell_resent(len(sent))
         if looked.unsent_finals:
             finals = [task for task in looked.unsent_finals if task.addresses]
             left = {task.task_id for task in await _each(finals, partial(self._send_finals, outbox))}
             reach("sweep_resent")
             told = [task for task in looked.unsent_finals if task.task_id not in left]
             await store.mark_final_sent({task.task_id: task.addresses for task in told})
-            self.metrics.resent.inc(len(finals) - len(left))
+            self._tell_resent(len(finals) - len(left))
         for queue in outbox.take_open():
             # What waits for it has pauses of minutes by now; a queue that is full in turns would meet few of them.
             if await store.hasten_unsent(queue):
                 self.hurry()
+
+    def _tell_resent(self, count: int) -> None:
+        if count:
+            self._events.tell(MessagesResent(None, count))
 
     async def _send_finals(self, outbox: Outbox, tasks: Sequence[Task]) -> list[Task]:
         """Send final replies. Gives back the tasks of which one was refused, and remembers who was told meanwhile: else
@@ -262,8 +271,7 @@ class Sweeper:
         reach("sweep_repaired")
         self._cursor = last or UUID(int=0)
         if repaired:
-            self.metrics.orphans.inc(repaired)
-            log.error("orphans_repaired", task_count=repaired)
+            self._events.tell(OrphansRepaired(None, repaired))
         pause_s = HOUSEKEEPING_S if last is None else min(SLICE_PAUSE_S, HOUSEKEEPING_S)
         self._housekeeping_at_s = time.monotonic() + pause_s
         return False
@@ -271,11 +279,12 @@ class Sweeper:
     async def _retire(self, store: Store) -> bool:
         """Remove a batch of what was kept for long enough. True: there may be more."""
         count = await store.retire(limit=BATCH_SIZE, keep=self._retention)
-        self.metrics.retired.inc(count)
         self._retired_count += count
-        if count < BATCH_SIZE and self._retired_count:
-            log.info("tasks_retired", task_count=self._retired_count)
-            self._retired_count = 0
+        if self._retired_count:
+            is_last = count < BATCH_SIZE
+            self._events.tell(TasksRetired(None, count, self._retired_count if is_last else None))
+            if is_last:
+                self._retired_count = 0
         forgotten = 0
         if count < BATCH_SIZE:
             forgotten = await store.forget_histories(limit=BATCH_SIZE, keep=self.settings.keep_history)
@@ -358,3 +367,44 @@ def _say_what_failed(resending: asyncio.Task[None]) -> None:
 def _say_why(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome is not None else None
     log.warning("store_awaited", error=str(error), attempt=state.attempt_number)
+
+
+# --- what a sweeper tells ---
+
+
+class Swept(Event, frozen=True):
+    """A sweeper found something due and sent it. Timeouts that a queue refused come up again."""
+
+    timeouts: int
+    refused_timeouts: int
+    resumes: int
+    unsent_calls: int
+    unsent_finals: int
+    overdue_s: float
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.timeouts_emitted.inc(self.timeouts - self.refused_timeouts)
+        facts = {name: fact for name, fact in self.facts.items() if name not in ("task_id", "refused_timeouts")}
+        log.info("swept", **facts)
+
+
+class OrphansRepaired(Event, frozen=True):
+    """Parked tasks had nothing to wake them, and were repaired."""
+
+    task_count: int
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.orphans.inc(self.task_count)
+        log.error("orphans_repaired", task_count=self.task_count)
+
+
+class TasksRetired(Event, frozen=True):
+    """A batch of tasks was removed. The last batch of several has the `total`, which is logged."""
+
+    task_count: int
+    total: int | None
+
+    def record(self, metrics: Metrics) -> None:
+        metrics.retired.inc(self.task_count)
+        if self.total is not None:
+            log.info("tasks_retired", task_count=self.total)

@@ -173,7 +173,7 @@ class Worker:
         events = Events(self.metrics, self.app.on_event)
         self._gate = StoreGate(partial(_probe, store), on_close=self._pause, on_open=self._resume, events=events)
         stack.push_async_callback(self._gate.stop)
-        outbox = Outbox(broker, metrics=self.metrics, patience=settings.request_prefetch // 4)
+        outbox = Outbox(broker, events=events, patience=settings.request_prefetch // 4)
         is_in_ram = settings.checkpointing is not Checkpointing.REQUIRED
         limits = Limits(max_body=settings.max_body, max_depth=settings.max_depth)
         return Runtime(

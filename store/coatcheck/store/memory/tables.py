@@ -1,6 +1,6 @@
 """The three tables as plain Python: what Postgres keeps, in dicts that all stores of one process share.
 
-An operation is one synchronous function on the tables, so nobody sees it half done; what it changed is undone if it
+An operation is one synchronous function on the tables, so it is never seen half done; what it changed is undone if it
 raises. Rows refuse what the schema refuses, by the same names.
 """
 

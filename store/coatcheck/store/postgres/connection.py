@@ -70,7 +70,7 @@ class Link(NamedTuple):
 
 
 class Pool:
-    """Open connections that nobody uses, and a bound on all there are. The one used last is lent first."""
+    """Open connections that are not in use, and a bound on all there are. The one used last is lent first."""
 
     def __init__(self, engine: AsyncEngine, size: int) -> None:
         self._engine = engine

@@ -1,14 +1,14 @@
 """The connection to Postgres: one pool, short transactions, driver errors translated once.
 
 A transaction is shielded from cancellation: asyncpg may leak a connection that is cancelled in the middle of a query,
-and a cancelled COMMIT may have happened. Whoever is cancelled leaves; the transaction ends by itself.
+and a cancelled COMMIT may have happened. A caller that is cancelled leaves; the transaction ends by itself.
 
 What Postgres says becomes one of these; none of them carries a value that was written::
 
     StoreUnavailable     it is away, or gave up: wait, then try again
     ├── Collision        two transactions were in each other's way (tried again here first)
     ├── LockTimeout      a row stayed locked for longer than `lock_timeout`
-    └── StoreNotReady    it answers, and somebody must set it up: the text says what to do
+    └── StoreNotReady    it answers, and an operator must set it up: the text says what to do
     Rejected             it refused the values of one write, and will again
 """
 
@@ -47,7 +47,7 @@ SERVER_SETTINGS = {
     "idle_in_transaction_session_timeout": "10s",
     "jit": "off",
     # A plan is made once for a connection, for any number of rows, and perhaps while the tables are still empty. There
-    # is an index for whatever is asked all the time; what reads a whole table says so (`begin_survey`).
+    # is an index for all that is asked often; what reads a whole table says so (`begin_survey`).
     "plan_cache_mode": "force_generic_plan",
     "enable_seqscan": "off",
 }
@@ -224,7 +224,7 @@ class Address:
     url: URL
     ssl: SSLContext | str | None
     risk: str | None
-    """What somebody on the way could do; None: nothing, or there is no way."""
+    """What an attacker on the way could do; None: nothing, or there is no way."""
 
 
 def parse_address(text: str) -> Address:
@@ -253,7 +253,7 @@ def parse_address(text: str) -> Address:
 
 
 def find_risk(text: str) -> str | None:
-    """Say what somebody between us and this store could do, and the remedy. None: nothing. Raises InvalidSettings."""
+    """Say what an attacker on the way to this store could do, and the remedy. None: nothing. Raises InvalidSettings."""
     return parse_address(text).risk
 
 

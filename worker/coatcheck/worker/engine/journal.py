@@ -37,7 +37,7 @@ class Ledger:
     """The books of one run."""
 
     __slots__ = (
-        "_failures", "_is_caught_up", "_locate", "_ready", "closes", "entries", "journal", "new_works", "opens",
+        "_failures", "_locate", "_ready", "closes", "entries", "is_caught_up", "journal", "new_works", "opens",
         "waiting",
     )  # fmt: skip
 
@@ -52,20 +52,17 @@ class Ledger:
         self.waiting: dict[str, Waiter] = {}
         self._ready: list[tuple[int, int, Waiter, Recorded]] = []
         self._failures: list[tuple[BaseException, tuple[str, ...]]] = []
-        self._is_caught_up = self.journal.is_all_read
+        self.is_caught_up = not self.journal.unread
+        """The handler does what it has not done before."""
 
     # --- what is recorded -----------------------------------------------------------------------------------------
 
     @property
     def is_replaying(self) -> bool:
         """Whether the handler is still being told what it knew before."""
-        if not self._is_caught_up and self.journal.is_all_read and not self._ready:
-            self._is_caught_up = True
-        return not self._is_caught_up
-
-    def catch_up(self) -> None:
-        """From here on the handler does what it has not done before."""
-        self._is_caught_up = True
+        if not self.is_caught_up and not self.journal.unread and not self._ready:
+            self.is_caught_up = True
+        return not self.is_caught_up
 
     def learn(self, news: Sequence[Recorded]) -> None:
         """Take in what has ended, in order of sequence; what is known already is ignored."""
@@ -85,7 +82,7 @@ class Ledger:
             found = self.journal.find(wanted)
         except JournalMismatch as error:
             raise JournalMismatch(f"{error}\n  at:  {self._locate()}") from None
-        if found[1] is None and not self.journal.is_all_read:
+        if found[1] is None and self.journal.unread:
             wanted.where = self._locate()
             self.new_works.append(wanted)
         return found
@@ -149,7 +146,7 @@ class Ledger:
 
     def open(self, key: str, make: MakeCall) -> CallId:
         """Let a new row leave with the next commit."""
-        self._is_caught_up = True
+        self.is_caught_up = True
         call_id = new_call_id()
         self.opens[key] = make(key, call_id)
         return call_id

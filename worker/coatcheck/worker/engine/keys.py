@@ -150,7 +150,7 @@ Entry = Recorded | OpenCall
 class Journal:
     """What a task has recorded, and what of it this run has asked for."""
 
-    __slots__ = ("_by_name", "_entries", "_origins", "_unread", "last_seq")
+    __slots__ = ("_by_name", "_entries", "_origins", "last_seq", "unread")
 
     def __init__(self, known: Known) -> None:
         self._entries: dict[str, Entry] = {}
@@ -161,32 +161,25 @@ class Journal:
         for entry in known.recorded:
             self._entries[entry.key] = entry
             self.last_seq = max(self.last_seq, entry.seq)
-        self._unread: dict[str, None] = dict.fromkeys(self._entries)
+        self.unread: dict[str, None] = dict.fromkeys(self._entries)
+        """The keys that were recorded and that nothing has asked for."""
         self._origins = self._read_origins()
 
     def _read_origins(self) -> list[tuple[UUID, int]]:
         """Whose numbers a fork replays; no task asks for the note itself."""
-        self._unread.pop(ORIGINS, None)
+        self.unread.pop(ORIGINS, None)
         note = self._entries.get(ORIGINS)
         return origins_of(value_of(note)) if isinstance(note, Recorded) else []
 
     def seed(self, task_id: UUID) -> UUID:
         """Whose id numbers are derived from: a fork's own, once it has read all that it began with."""
-        if self._origins and self._unread:
-            entries = (self._entries[key] for key in self._unread)
+        if self._origins and self.unread:
+            entries = (self._entries[key] for key in self.unread)
             first = next((each.seq for each in entries if isinstance(each, Recorded)), None)
             for origin, last_seq in self._origins:
                 if first is not None and first <= last_seq:
                     return origin
         return task_id
-
-    @property
-    def is_all_read(self) -> bool:
-        return not self._unread
-
-    def unread_keys(self) -> tuple[str, ...]:
-        """The keys that were recorded and that nothing has asked for."""
-        return tuple(self._unread)
 
     def is_known(self, key: str) -> bool:
         """Tell whether the entry under this key has ended already, as far as this run has been told."""
@@ -194,7 +187,7 @@ class Journal:
 
     def is_new(self, key: str) -> bool:
         """Tell whether a key is surely new work: nothing recorded is left to answer to it."""
-        return not self._unread and key not in self._entries
+        return not self.unread and key not in self._entries
 
     def add(self, recorded: Recorded) -> None:
         """Take in what has just ended."""
@@ -203,8 +196,8 @@ class Journal:
 
     def read(self, key: str) -> Entry | None:
         """Find the entry under exactly this key, and count it as asked for."""
-        if self._unread:
-            self._unread.pop(key, None)
+        if self.unread:
+            self.unread.pop(key, None)
         return self._entries.get(key)
 
     def find(self, wanted: Wanted) -> tuple[str, Entry | None, bool]:
@@ -213,14 +206,14 @@ class Journal:
         Raises JournalMismatch when the occurrence is recorded for something else.
         """
         entry = self._entries.get(wanted.key)
-        is_free = wanted.key in self._unread
+        is_free = wanted.key in self.unread
         if entry is not None and is_free and _fits(entry, wanted):
-            del self._unread[wanted.key]
+            del self.unread[wanted.key]
             return wanted.key, entry, True
         if wanted.is_explicit and entry is not None and entry.kind == wanted.kind:
             is_same = NO_DIGEST in (entry.digest, wanted.digest) or entry.digest == wanted.digest
             return wanted.key, self.read(wanted.key), is_same
-        other = None if wanted.is_explicit or not self._unread else self._find_elsewhere(wanted)
+        other = None if wanted.is_explicit or not self.unread else self._find_elsewhere(wanted)
         if other is not None:
             return other, self.read(other), True
         if entry is not None:
@@ -230,10 +223,10 @@ class Journal:
     def find_rename(self, wanted: Wanted) -> Entry | None:
         """Find an unread entry that new work may be the new name of: the same kind, equal arguments, and either the
         same branch (the work was renamed) or the same name (the branch was)."""
-        if wanted.is_explicit or not self._unread or wanted.digest == NO_DIGEST:
+        if wanted.is_explicit or not self.unread or wanted.digest == NO_DIGEST:
             return None
         branch = wanted.key.rpartition("/")[0]
-        for key in self._unread:
+        for key in self.unread:
             entry = self._entries[key]
             is_alike = entry.kind == wanted.kind and entry.digest == wanted.digest and "~" not in key
             if is_alike and (key.rpartition("/")[0] == branch or entry.name == wanted.name):
@@ -246,7 +239,7 @@ class Journal:
             for key, entry in self._entries.items():
                 self._by_name.setdefault((key.rpartition("/")[0], entry.name), []).append(key)
         for key in self._by_name.get((wanted.key.rpartition("/")[0], wanted.name), ()):
-            if key in self._unread and "~" not in key and _fits(self._entries[key], wanted):
+            if key in self.unread and "~" not in key and _fits(self._entries[key], wanted):
                 return key
         return None
 

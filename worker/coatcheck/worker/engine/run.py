@@ -199,7 +199,7 @@ class Run:
     @property
     def unread_keys(self) -> tuple[str, ...]:
         """What is recorded and was not asked for."""
-        return self.ledger.journal.unread_keys()
+        return tuple(self.ledger.journal.unread)
 
     # --- the pump -------------------------------------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ class Run:
         if waiting is Waiting.MOVING:
             self.timers.set("moving", MOVING_S, self.tracker.poke)
             return
-        self.ledger.catch_up()
+        self.ledger.is_caught_up = True
         if self._is_committing or not self._is_free_of_renames():
             return
         for slot, work in self._to_start:
@@ -476,7 +476,7 @@ class Run:
             self.tracker.poke()  # it has moved since; look again
             return
         lines = self.lines()
-        fix = "these branches wait for each other, or for nobody"
+        fix = "these branches wait for each other, or for nothing"
         self._warn_once("handler_waits_for_nothing", lines=lines, fix=fix)
 
     def _warn_once(self, event: str, **facts: Any) -> None:
@@ -564,7 +564,7 @@ class Run:
         """Start a step that is not recorded; on replay only once everything older has been handed out."""
         if slot.entry is not None:
             return
-        self.ledger.catch_up()
+        self.ledger.is_caught_up = True
         if self.ledger.has_ready or self.ledger.new_works or self._is_committing:
             self._to_start.append((slot, work))
         else:
@@ -573,7 +573,11 @@ class Run:
     def wait(self, wait: Wait) -> Generator[Any, Any, None]:
         """Suspend the branch until the wait is over. A cancel from the user's side gives its open slots up."""
         try:
-            if self._enlist(wait):
+            try:
+                is_over = self.ledger.enlist(wait, is_alone=len(self.tracker.live) == 1)
+            except (CorruptBlob, JournalMismatch) as error:
+                self._hold(error)
+            if is_over:
                 return
             wait.future = Durable(self.tracker.loop, wait)
             yield from wait.future
@@ -582,12 +586,6 @@ class Run:
             raise
         finally:
             self.ledger.strike(wait)
-
-    def _enlist(self, wait: Wait) -> bool:
-        try:
-            return self.ledger.enlist(wait, is_alone=len(self.tracker.live) == 1)
-        except (CorruptBlob, JournalMismatch) as error:
-            self._hold(error)
 
     def give_up(self, wait: Wait) -> None:
         """Close what is still open of a wait: steps are cut off, calls never sent are dropped, the rest is closed."""

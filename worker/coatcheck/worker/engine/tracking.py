@@ -233,7 +233,8 @@ class Driver(Coroutine[Any, Any, Any]):
         if self.is_left_behind:
             raise asyncio.CancelledError
         if self.tracker.is_putting_down and not self.is_unwound and _is_cancel(error):
-            if self._was_answered():
+            future = self.waits_on
+            if future is not None and future.done() and not future.cancelled():
                 # A lock or a semaphore has just been given to this branch. Let it take hold, so that its cleanup gives
                 # it back; `_advance` unwinds it at its next wait.
                 return self._advance(self.coro.send, None)
@@ -278,10 +279,6 @@ class Driver(Coroutine[Any, Any, Any]):
         assert self.batch is not None
         self.batch.put_in_order()
         return self.coro.throw if isinstance(value, BaseException) else self.coro.send
-
-    def _was_answered(self) -> bool:
-        future = self.waits_on
-        return future is not None and future.done() and not future.cancelled()
 
     def _end(self, error: BaseException | None, value: Any) -> None:
         tracker = self.tracker

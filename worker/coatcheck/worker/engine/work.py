@@ -64,18 +64,15 @@ class Work(msgspec.Struct, Generic[T], eq=False, weakref=True):
             )
         self._is_begun = True
 
-    def _start(self) -> Steps[T]:
+    def __await__(self) -> Steps[T]:
         self.begin()
         if self.run.is_stopping:
             return self.run.refuse()
         return self.perform()
 
-    def __await__(self) -> Steps[T]:
-        return self._start()
-
     def send(self, value: Any) -> Any:
         if self._steps is None:
-            self._steps = self._start()
+            self._steps = self.__await__()
         return self._steps.send(value)
 
     def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
@@ -314,10 +311,10 @@ class GroupWork(Work[Any], kw_only=True):
     def __str__(self) -> str:
         return f"ctx.{self.label}(...)"
 
-    def _start(self) -> Steps[Any]:
+    def __await__(self) -> Steps[Any]:
         if self.run.is_stopping:
             self._close_members()
-        return super()._start()
+        return super().__await__()
 
     def close(self) -> None:
         if not self._is_begun:
