@@ -103,9 +103,8 @@ def test_public_names_come_from_where_they_are_public(place: Block | Path):
     imports = re.findall(r"^ *from (coatcheck[\w.]*) import (\(.*?\)|.+?)$", text, flags=re.MULTILINE | re.DOTALL)
     found = {(module, name) for module, names in imports for name in re.findall(r"\w+", names.partition("#")[0])}
 
-    public = {
-        (it, name) for it in ("worker", "testing", "testing.store_conformance", "store") for name in _public_names(it)
-    }
+    packages = ("worker", "testing", "testing.store_conformance", "store")
+    public = {(it, name) for it in packages for name in _public_names(it)}
     assert {(module.removeprefix("coatcheck."), name) for module, name in found} - public == set()
     assert not re.search(r"^ *import coatcheck", text, flags=re.MULTILINE)
 
