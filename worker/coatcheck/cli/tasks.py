@@ -45,7 +45,7 @@ MOST_PEERS = 3
 TITLES = ("ID", "TASK", "STATE", "AGE", "ATTEMPT", "WAITING FOR", "NEXT DUE", "PROGRESS", "PROBLEM")
 LONGEST_PAYLOAD = 2_000
 LONGEST_CELL = 60
-STORY = ("#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE")
+STORY = ("#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "REPLICA", "VALUE")
 
 
 # --- ps ---
@@ -328,6 +328,7 @@ def _cells(line: Line, now: datetime, limit: int | None, *, day_of: datetime) ->
         line.state.value,
         took,
         from_now(line.due_at, now) if is_open else "",
+        line.replica or "",
         "; ".join([*notes, *([value] if value else [])]),
     ]
 
@@ -466,6 +467,7 @@ def _line_document(line: Line) -> dict[str, Any]:
         "is_sent": line.is_sent,
         "is_forgotten": line.is_forgotten,
         "checkpoint": line.checkpoint,
+        "replica": line.replica or None,
         "progress": line.progress,
         "value": None if blob is None else read_blob(blob).as_json(),
     }
