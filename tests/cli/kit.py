@@ -127,11 +127,11 @@ class Process:
         return self.popen.returncode, out, "".join(self._lines)
 
 
-def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
-    """Do something with the store, on a loop of its own."""
+def with_store(url: str, work: Callable[[Store], Awaitable[T]], *, replica: str = "") -> T:
+    """Do something with the store of a replica, on a loop of its own."""
 
     async def run() -> T:
-        store = Store(url)
+        store = Store(url, replica=replica)
         try:
             return await work(store)
         finally:

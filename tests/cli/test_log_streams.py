@@ -212,6 +212,18 @@ def test_a_complaint_that_is_not_taken_is_a_failure_all_the_same(bare_cli: Cli, 
     assert done.returncode in {1, 2}
 
 
+@pytest.mark.parametrize("kind", ["closed", "full"])
+def test_a_remark_that_is_not_taken_changes_neither_output_nor_exit_code(store_cli: Cli, kind: str):
+    with bad_stream(kind) as stream:
+        command = [*COATCHECK, "ps"]  # which says on stderr how many tasks there are
+        done = subprocess.run(
+            command, env=store_cli.process_environ(), stdout=subprocess.PIPE, stderr=stream, timeout=100, check=False
+        )
+
+    assert done.returncode == 0
+    assert done.stdout == b""
+
+
 def test_the_last_words_of_a_worker_that_cannot_start_are_written(cli: Cli, tmp_path: Path):
     (tmp_path / "service.py").write_text("raise ZeroDivisionError('in the code')\n")
 

@@ -274,19 +274,20 @@ def test_show_tells_when_each_line_was_and_how_it_went(store_cli: Cli, store_url
             await store.claim(arrival)
         return newborn.task_id
 
-    task_id = str(with_store(store_url, arrange))
+    task_id = str(with_store(store_url, arrange, replica="vm-1"))
     header, *lines = store_cli("show", task_id).stdout.partition("Story\n")[2].splitlines()[:6]
     shown = {name: line for line in lines for name in ("plan", "sleep", "bad", "late", "last") if f"{name}#1" in line}
     story = {line["key"]: line for line in store_cli.json("show", task_id)["story"]}
 
-    assert header.split() == ["#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE"]
+    assert header.split() == ["#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "REPLICA", "VALUE"]
     assert all(re.match(r"[\d-] +\d\d:\d\d:\d\d  (step|timer|call)", line) for line in lines)
-    assert re.search(r'ok +- +- +"kept"$', shown["plan"])  # how long a step took is not recorded
-    assert re.search(r"ok +\w+ +- +-$", shown["sleep"])  # it rang: nothing timed out
+    assert re.search(r'ok +- +- +vm-1 +"kept"$', shown["plan"])  # how long a step took is not recorded
+    assert re.search(r"ok +\w+ +- +vm-1 +-$", shown["sleep"])  # it rang: nothing timed out
     assert story["sleep#1"]["value"] is None
-    assert re.search(r"failed +\w+ +- +refused$", shown["bad"])
-    assert re.search(r"timed_out +\w+ +- +timeout$", shown["late"])
-    assert re.search(r"open +\w+ +in \w+ +not known to be sent$", shown["last"])
+    assert {line["replica"] for line in story.values()} == {"vm-1"}
+    assert re.search(r"failed +\w+ +- +vm-1 +refused$", shown["bad"])
+    assert re.search(r"timed_out +\w+ +- +vm-1 +timeout$", shown["late"])
+    assert re.search(r"open +\w+ +in \w+ +vm-1 +not known to be sent$", shown["last"])
 
 
 def test_no_task_ends_before_it_began(store_cli: Cli, store_url: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -70,6 +71,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         _open_closed_streams()
+        _let_remarks_be_lost()
         return super().main(*args, **extra)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
@@ -152,6 +154,27 @@ def _open_closed_streams() -> None:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.set_inheritable(nothing, True)
             setattr(sys, name, os.fdopen(nothing, "w", encoding="utf-8"))
+
+
+class _Remarks(io.FileIO):
+    """A file that takes everything: what cannot be written is lost."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in {errno.EPIPE, errno.ENOSPC, errno.EIO}:
+                raise
+            return len(data)
+
+
+def _let_remarks_be_lost() -> None:
+    """Write to stderr without failing: a remark or a warning without a reader changes nothing for the command."""
+    if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):  # not a test's own
+        raw = _Remarks(sys.stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(raw), sys.stderr.encoding, sys.stderr.errors, line_buffering=True, write_through=True
+        )
 
 
 def _forget_stdout() -> None:

@@ -44,7 +44,7 @@ MOST_BARS = 60
 FILE = click.Path(dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 LONGEST_CELL = 60
-STORY = ("#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "VALUE")
+STORY = ("#", "AT", "WHAT", "NAME", "STATE", "TOOK", "DUE", "REPLICA", "VALUE")
 
 
 @click.command(short_help="Show everything about one task.")
@@ -195,6 +195,7 @@ def cells_of(line: Line, now: datetime, limit: int | None, *, day_of: datetime) 
         line.state.value,
         took,
         from_now(line.due_at, now) if is_open else "",
+        line.replica or "",
         "; ".join([*notes, *([value] if value else [])]),
     ]
 
@@ -364,6 +365,7 @@ def _line_document(line: Line) -> dict[str, Any]:
         "is_sent": line.is_sent,
         "is_forgotten": line.is_forgotten,
         "checkpoint": line.checkpoint,
+        "replica": line.replica or None,
         "progress": line.progress,
         "value": None if blob is None else read_blob(blob).as_json(),
     }
