@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from os import PathLike
+from pathlib import Path
 from typing import Any, Self
 from uuid import UUID
 
@@ -24,8 +26,10 @@ from coatcheck.log import get_logger
 from coatcheck.store.blobs import CorruptBlob, decode
 from coatcheck.store.postgres.store import OpenStore, Store
 from coatcheck.store.rows import Task, TaskId, TaskState
+from coatcheck.store.seals import Seal
 from coatcheck.store.views import Line
-from coatcheck.worker import tracing
+from coatcheck.worker import auditing, tracing
+from coatcheck.worker.auditing import AuditReport
 from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.servers import no_server, settle
 from coatcheck.worker.settings import Settings, is_embedded
@@ -226,6 +230,27 @@ class Client:
     ) -> list[Task]:
         """The newest tasks first."""
         return await self.store.list_tasks(service=service, states=states, limit=limit)
+
+    # --- proving ---
+
+    async def verify(
+        self,
+        task_id: UUID | None = None,
+        *,
+        public_keys: Sequence[str] = (),
+        sinks: Sequence[str | PathLike[str]] = (),
+        on_progress: Callable[[float], None] | None = None,
+    ) -> AuditReport:
+        """Check the histories of all tasks, or of one, against their chains and seals. `public_keys` are those that
+        signed, in base64 or as files; `sinks` the files that seals were written to.
+        """
+        keys = [auditing.read_public_key(each) for each in public_keys]
+        paths = [Path(each) for each in sinks]
+        return await auditing.verify(self.store, task_id, public_keys=keys, sinks=paths, on_progress=on_progress)
+
+    async def seals(self, *, after: int = 0, limit: int = 1000) -> Sequence[Seal]:
+        """The seals behind this number, in order."""
+        return await self.store.read_seals(after=after, limit=limit)
 
     @property
     def store(self) -> Store:

@@ -9,14 +9,16 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from coatcheck.store.batcher import LANE_WIDTH, Observe
-from coatcheck.store.memory import claims, puts, queries, sweeps
+from coatcheck.store.memory import claims, puts, queries, seals, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.migrate import newest_version, schema_version
+from coatcheck.store.postgres import audits as pg_audits
 from coatcheck.store.postgres import cancels as pg_cancels
 from coatcheck.store.postgres import claims as pg_claims
 from coatcheck.store.postgres import puts as pg_puts
 from coatcheck.store.postgres import queries as pg_queries
 from coatcheck.store.postgres import records as pg_records
+from coatcheck.store.postgres import seals as pg_seals
 from coatcheck.store.postgres import sweeps as pg_sweeps
 from coatcheck.store.postgres.in_flight import InFlight
 from coatcheck.store.postgres.store import Store
@@ -58,6 +60,16 @@ OPERATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         pg_queries.read_clock: lambda tables: tables.now,
         pg_queries.task_lines: queries.task_lines,
         pg_records.load_known: queries.load_known,
+        pg_seals.read_unsealed: seals.read_unsealed,
+        pg_seals.add_seal: seals.add_seal,
+        pg_seals.read_seals: seals.read_seals,
+        pg_seals.read_leaves: seals.read_leaves,
+        pg_seals.read_sinks: seals.read_sinks,
+        pg_seals.mark_sink: seals.mark_sink,
+        pg_audits.read_chains: seals.read_chains,
+        pg_audits.find_entries: seals.find_entries,
+        pg_audits.count_unchained: seals.count_unchained,
+        pg_audits.find_seal_lag: seals.find_seal_lag,
         schema_version: lambda tables: _VERSION,
     }
 )

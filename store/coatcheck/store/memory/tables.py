@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from coatcheck.errors import Rejected
 from coatcheck.store import decide
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.kinds import Kind
 from coatcheck.store.postgres.records import from_json, to_json
 from coatcheck.store.rows import (
@@ -37,6 +38,7 @@ from coatcheck.store.rows import (
     TaskState,
     Unsent,
 )
+from coatcheck.store.seals import Leaf, Seal, SinkMark
 
 T = TypeVar("T")
 Clock = Callable[[], datetime]
@@ -121,6 +123,10 @@ class Tables:
         self.calls: dict[CallId, CallRow] = {}
         self.calls_of: dict[TaskId, list[CallRow]] = {}
         self.entries_of: dict[TaskId, list[EntryRow]] = {}
+        self.history_of: dict[TaskId, list[HistoryEntry]] = {}
+        self.seals: list[Seal] = []
+        self.leaves: list[tuple[Leaf, ...]] = []
+        self.sinks: dict[str, SinkMark] = {}
         self._undo: list[Callable[[], object]] = []
 
     def atomically(self, work: Callable[[Tables], T]) -> T:
@@ -141,6 +147,14 @@ class Tables:
         for name, value in values.items():
             self._undo.append(partial(setattr, row, name, getattr(row, name)))
             setattr(row, name, value)
+
+    def append(self, rows: list[Any], row: object) -> None:
+        rows.append(row)
+        self._undo.append(rows.pop)
+
+    def undo(self, by: Callable[[], object]) -> None:
+        """Do this if the operation raises."""
+        self._undo.append(by)
 
     def insert_task(self, task: Task, look_at: datetime | None) -> TaskRow:
         task_id = task.task_id

@@ -8,9 +8,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias, TypeVar
 from uuid import UUID
 
+from coatcheck.store.audits import ChainPage, EntryFilter, FoundEntry, SealLag
 from coatcheck.store.batcher import Batcher, Observe
 from coatcheck.store.migrate import schema_version
-from coatcheck.store.postgres import cancels, claims, puts, queries, sweeps
+from coatcheck.store.postgres import audits, cancels, claims, puts, queries, seals, sweeps
 from coatcheck.store.postgres.database import Database
 from coatcheck.store.postgres.records import load_known
 from coatcheck.store.rows import (
@@ -30,6 +31,7 @@ from coatcheck.store.rows import (
     TaskState,
     Wake,
 )
+from coatcheck.store.seals import Leaf, Seal, SinkMark, Unsealed
 from coatcheck.store.views import Backlog, Late, Line, LookedAt, Renewal, Renewed, Retention, ServiceCount, Summary
 
 T = TypeVar("T")
@@ -218,6 +220,43 @@ class Store:
 
     async def task_lines(self, task_id: UUID) -> Sequence[Line]:
         return await self._do(queries.task_lines, task_id)
+
+    # --- seals and audits ---
+
+    async def read_unsealed(self, *, limit: int = 100_000, keep: timedelta | None = None) -> Unsealed:
+        """What the next seal is to cover; `keep` is how long history is kept, None: for ever."""
+        return await self._do(seals.read_unsealed, limit=limit, keep=keep)
+
+    async def add_seal(self, seal: Seal, leaves: Sequence[Leaf]) -> bool:
+        """Keep a seal. False: there is one of its number, and this one is nothing."""
+        return await self._do(seals.add_seal, seal, leaves)
+
+    async def read_seals(self, *, after: int = 0, limit: int = 1000) -> list[Seal]:
+        return await self._do(seals.read_seals, after=after, limit=limit)
+
+    async def read_leaves(self, *, after: int, last: int, limit: int) -> list[tuple[int, Leaf]]:
+        return await self._do(seals.read_leaves, after=after, last=last, limit=limit)
+
+    async def read_sinks(self) -> list[SinkMark]:
+        return await self._do(seals.read_sinks)
+
+    async def mark_sink(self, sink: str, number: int) -> None:
+        await self._do(seals.mark_sink, sink, number)
+
+    async def read_chains(
+        self, *, after: tuple[UUID, int], last: UUID = audits.LAST_TASK, sealed: int, limit: int
+    ) -> ChainPage:
+        """The next entries of all tasks by id and number, with what seals up to `sealed` and rows say of them."""
+        return await self._do(audits.read_chains, after=after, last=last, sealed=sealed, limit=limit)
+
+    async def find_entries(self, wanted: EntryFilter, *, limit: int) -> list[FoundEntry]:
+        return await self._do(audits.find_entries, wanted=wanted, limit=limit)
+
+    async def count_unchained(self) -> int:
+        return await self._do(audits.count_unchained)
+
+    async def find_seal_lag(self) -> SealLag:
+        return await self._do(audits.find_seal_lag)
 
     async def _do(self, work: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
         """Every operation goes this way, in a transaction of its own."""
