@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "show": ("tasks", "Show everything about one task."),
     "cancel": ("requests", "Cancel a task, wherever it is."),
     "dead": ("dead", "Look after messages that nobody could deal with."),
+    "audit": ("audit", "Prove that histories are whole and unaltered."),
     "doctor": ("doctor", "Check the installation, and print the fix for what is wrong."),
     "version": ("setup", "Print the versions of Coatcheck, its schema and Python."),
 }

@@ -7,13 +7,13 @@ meanwhile. What was sealed after the audit began is not part of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from uuid import UUID
 
 from coatcheck.errors import InvalidSettings
 from coatcheck.store.audits import ChainPage, EntryFilter
-from coatcheck.store.chain import HistoryEntry
+from coatcheck.store.chain import GENESIS, HistoryEntry
 from coatcheck.store.postgres.audits import LAST_TASK
 from coatcheck.store.postgres.store import Store
 from coatcheck.store.rows import Value
@@ -63,6 +63,8 @@ class Sealed(Value, frozen=True):
 
     task_id: UUID
     entries: tuple[HistoryEntry, ...]
+    previous: bytes = GENESIS
+    """The hash before the first entry that is still there."""
     seal: Seal | None = None
     leaf: Leaf | None = None
     proof: Proof | None = None
@@ -91,7 +93,7 @@ async def verify(
     flaws, keys = Flaws(), {key.key_id: key for key in public_keys}
     outside = await asyncio.to_thread(_read_sinks, sinks, flaws) if sinks else None
     seals = SealCheck(flaws, keys=keys, outside=outside)
-    wanted = None if task_id is None else await _seals_of(store, task_id)
+    wanted = None if task_id is None else {leaf.seal for leaf in (await _about(store, task_id)).leaves}
     async for seal, leaves in _read_seals(store, wanted):
         await asyncio.to_thread(seals.see, seal, leaves)
     seals.finish()
@@ -136,16 +138,18 @@ def _not_covered(
 
 async def find_sealed(store: Store, task_id: UUID) -> Sealed:
     """A task's history and its proof."""
-    entries = [entry async for entry in _read_entries(store, task_id)]
-    numbers = await _seals_of(store, task_id)
-    if not numbers:
+    entries = await _read_entries(store, task_id)
+    page = await _about(store, task_id)
+    if not page.leaves or not entries:
         return Sealed(task_id, tuple(entries))
-    number = max(numbers)
+    heads = {leaf.entry_count: leaf.head for leaf in page.leaves}
+    previous = heads.get(entries[0].number - 1, GENESIS)
+    number = max(leaf.seal for leaf in page.leaves)
     (seal,) = await store.read_seals(after=number - 1, limit=1)
     leaves = [leaf for _, leaf in await store.read_leaves(after=number - 1, last=number, limit=seal.task_count + 1)]
     place = next(index for index, leaf in enumerate(leaves) if leaf.task_id == task_id)
     proof = await asyncio.to_thread(prove, leaves, place)
-    return Sealed(task_id, tuple(entries), seal, leaves[place], proof)
+    return Sealed(task_id, tuple(entries), previous, seal, leaves[place], proof)
 
 
 # --- reading ---
@@ -163,29 +167,29 @@ async def _read_chains(store: Store, task_id: UUID | None, *, sealed: int) -> As
         after = (page.entries[-1].task_id, page.entries[-1].entry.number)
 
 
-async def _read_entries(store: Store, task_id: UUID) -> AsyncIterator[HistoryEntry]:
+async def _read_entries(store: Store, task_id: UUID) -> list[HistoryEntry]:
     found: list[HistoryEntry] = []
     wanted = EntryFilter(task_id=task_id)
     while page := await store.find_entries(wanted, limit=ENTRIES_AT_ONCE):
         found += [each.entry for each in page]
         wanted = EntryFilter(task_id=task_id, after=(found[-1].at, task_id, found[-1].number))
-    for entry in sorted(found, key=lambda each: each.number):
-        yield entry
+    return sorted(found, key=lambda each: each.number)
 
 
-async def _seals_of(store: Store, task_id: UUID) -> frozenset[int]:
-    """The seals that have a leaf of this task."""
-    page = await store.read_chains(after=(task_id, _HIGHEST_NUMBER), last=task_id, sealed=_LAST_SEAL, limit=1)
-    return frozenset(leaf.seal for leaf in page.leaves)
+async def _about(store: Store, task_id: UUID) -> ChainPage:
+    """What seals and row say of one task, without its entries."""
+    return await store.read_chains(after=(task_id, _HIGHEST_NUMBER), last=task_id, sealed=_LAST_SEAL, limit=1)
 
 
-async def _read_seals(store: Store, wanted: frozenset[int] | None) -> AsyncIterator[tuple[Seal, Sequence[Leaf] | None]]:
+async def _read_seals(
+    store: Store, wanted: Collection[int] | None
+) -> AsyncIterator[tuple[Seal, Sequence[Leaf] | None]]:
     """All seals in order, with the leaves of those that are wanted; None: of all."""
     after = 0
     while seals := await store.read_seals(after=after, limit=SEALS_AT_ONCE):
         for group in _groups(seals):
             leaves: dict[int, list[Leaf]] = {seal.number: [] for seal in group}
-            if wanted is None or wanted & leaves.keys():
+            if wanted is None or not leaves.keys().isdisjoint(wanted):
                 most = (
                     sum(max(seal.task_count, 0) for seal in group) + 1
                 )  # one too many is a flaw as good as a thousand
