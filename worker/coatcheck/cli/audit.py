@@ -162,31 +162,23 @@ def _public_keys(written: Sequence[str]) -> list[PublicKey]:
 # --- query ---
 
 
-class Instant(click.ParamType[datetime]):
+def parse_instant(value: str) -> datetime:
     """A time with its zone; without one it is UTC."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        try:
-            at = datetime.fromisoformat(str(value))
-        except ValueError:
-            self.fail(f"{value!r} is no time; write 2026-01-31 or 2026-01-31T12:00:00+01:00", param, ctx)
-        return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+    try:
+        at = datetime.fromisoformat(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no time; write 2026-01-31 or 2026-01-31T12:00:00+01:00") from None
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
-class Place(click.ParamType[Any]):
+def parse_place(value: str) -> tuple[datetime, UUID, int]:
     """Where a page of entries ended: time, task and number."""
-
-    name = "place"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        at, _, rest = str(value).partition("/")
-        task_id, _, number = rest.partition("/")
-        try:
-            return datetime.fromisoformat(at).astimezone(UTC), UUID(task_id), int(number)
-        except ValueError:
-            self.fail(f"{value!r} is not what an earlier query gave as `next`", param, ctx)
+    at, _, rest = value.partition("/")
+    task_id, _, number = rest.partition("/")
+    try:
+        return datetime.fromisoformat(at).astimezone(UTC), UUID(task_id), int(number)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not what an earlier query gave as `next`") from None
 
 
 @audit.command("query")
@@ -194,12 +186,14 @@ class Place(click.ParamType[Any]):
 @click.option("--service", help="Only of tasks of this service whose rows are still there.")
 @click.option("--kind", help="Only of this kind, such as finished, cancelled or user:approved.")
 @click.option("--actor", help="Only what this actor did.")
-@click.option("--since", type=Instant(), help="Only from this time on: 2026-01-31, or with a time and a zone.")
-@click.option("--until", type=Instant(), help="Only before this time.")
+@click.option(
+    "--since", type=parse_instant, metavar="TIME", help="Only from this time on: 2026-01-31, or with a time and a zone."
+)
+@click.option("--until", type=parse_instant, metavar="TIME", help="Only before this time.")
 @click.option(
     "--limit", type=click.IntRange(1, MOST_ENTRIES), default=50, metavar="N", help="At most so many.  [default: 50]"
 )
-@click.option("--after", type=Place(), help="Go on behind a page: what it gave as `next`.")
+@click.option("--after", type=parse_place, metavar="PLACE", help="Go on behind a page: what it gave as `next`.")
 @store_option
 @json_option
 def query(*, task: str | None, limit: int, store: str | None, as_json: bool, **wanted: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from coatcheck.errors import InvalidSettings, TransientError
+from coatcheck.errors import InvalidSettings, Rejected, TransientError
 from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.postgres.store import Store
@@ -87,6 +87,8 @@ class Sealer:
                 has_more = await self.seal()
             except TransientError as error:
                 log.warning("sealing_interrupted", error=str(error))
+            except Rejected as error:
+                log.error("seal_refused", error=str(error))
             except Exception:
                 log.exception("sweep_surprised")
             await asyncio.sleep(0 if has_more else self._every_s)
