@@ -1,4 +1,4 @@
-"""`coatcheck audit`: what people see of verdicts, entries, exports, seals and keys; and the verifier that needs no us."""
+"""`coatcheck audit`: verdicts, entries, exports, seals and keys; and the verifier that needs nothing of ours."""
 
 from __future__ import annotations
 
@@ -252,3 +252,26 @@ def test_keygen_writes_a_key_for_its_owner_alone_and_overwrites_none(bare_cli: C
     assert again.exit_code == 1
     assert "is there already" in again.stderr
     assert set(bare_cli.json("audit", "keygen")) == {"key_id", "public_key", "secret_key"}
+
+
+# --- the sweeper ---
+
+
+def test_sweeper_with_a_key_seals_and_shows_the_key_nowhere(cli: Cli, store_url: str, tmp_path: Path):
+    (tmp_path / "key").write_text(KEY.secret_text())
+    sealing = {"COATCHECK_SEAL_KEY": KEY.secret_text(), "COATCHECK_SEAL_EVERY": "0.1", "COATCHECK_SEAL_SINK": "log:"}
+    run_sync(write(store_url, new_id(), seals=False))
+
+    with Cli({**cli.environ, **sealing, "COATCHECK_LOG_FORMAT": "json"}).start("sweeper") as process:
+        started = process.wait_for("sweeper_started")
+        made = process.wait_for("seal_made")
+
+    assert started["settings"]["seal_key"] == "***"
+    assert (made["number"], made["entry_count"], made["key_id"]) == (1, 3, KEY.key_id)
+
+
+def test_sweeper_with_a_key_that_is_none_does_not_start(cli: Cli):
+    done = Cli({**cli.environ, "COATCHECK_SEAL_KEY": "/no/such/file"}).run("sweeper")
+
+    assert done.returncode == 1
+    assert "COATCHECK_SEAL_KEY: it is no key in base64, and a file of that name cannot be read" in done.stderr

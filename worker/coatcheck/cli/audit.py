@@ -59,7 +59,7 @@ def audit() -> None:
     "--sink",
     "sinks",
     multiple=True,
-    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
     help="A file that seals were written to, to compare with; may be repeated.",
 )
 @store_option

@@ -148,7 +148,7 @@ ERRORS: Mapping[str, str] = MappingProxyType(
         "row_cannot_be_sent": "a row holds a message that the broker will never take; `error` says why",
         "rows_unreadable": "rows that are due cannot be read by this release; the others are dealt with; look at them",
         "seal_refused": "Postgres does not take a seal, as when tables were changed by hand: `coatcheck audit verify`",
-        "seals_removed": "seals that were there are gone from the database: run `coatcheck audit verify --sink`",
+        "seals_removed": "seals that were there are gone from the database: `coatcheck audit verify`, with a sink",
         "stored_answer_damaged": "the stored answer of a task cannot be read; its requester was told `damaged_value`",
         "supervisor_gave_up": "no replica runs and none starts; `why` says more",
         "sweep_surprised": "a bug of ours in a sweep; it goes on. Please report it",
