@@ -6,6 +6,7 @@ import json
 import stat
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import asyncpg
 import pytest
 from tests.cli.kit import Cli
 from tests.services import run_sync
-from tests.store.histories import chain_of, insert, settle
+from tests.store.histories import NOON, chain_of, insert, settle
 from tests.store.kit import new_id
 
+from coatcheck.cli.doctor import Status, judge_seals
 from coatcheck.store import Store, TaskId, encode
-from coatcheck.store.seals import SealKey
+from coatcheck.store.audits import SealLag
+from coatcheck.store.seals import Seal, SealKey, SinkMark
 from coatcheck.worker.seal_sinks import parse_sinks
 from coatcheck.worker.sealing import Sealer
 
@@ -275,3 +278,22 @@ def test_sweeper_with_a_key_that_is_none_does_not_start(cli: Cli):
 
     assert done.returncode == 1
     assert "COATCHECK_SEAL_KEY: it is no key in base64, and a file of that name cannot be read" in done.stderr
+
+
+# --- doctor ---
+
+
+def test_doctor_warns_of_seals_and_sinks_that_are_behind_and_is_quiet_where_nothing_is_sealed():
+    minute, now = timedelta(minutes=1), NOON
+    seal = Seal(5, now, 0, 1, 1, b"", b"", 0, KEY.key_id)
+    behind = SinkMark("log:", 3, now - 2 * minute)
+
+    assert judge_seals(SealLag(None, now - 2 * minute, now), minute) == []
+    assert [it.status for it in judge_seals(SealLag(seal, None, now), minute)] == [Status.OK]
+    assert [it.check for it in judge_seals(SealLag(seal, now - 2 * minute, now, (behind,)), minute)] == [
+        "seals",
+        "sinks",
+    ]
+    assert [it.status for it in judge_seals(SealLag(seal, now, now, (SinkMark("log:", 5, now),)), minute)] == [
+        Status.OK
+    ]

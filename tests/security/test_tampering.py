@@ -26,7 +26,7 @@ from tests.store.histories import chain_of, entry_of, insert, settle
 from tests.store.kit import new_id
 
 from coatcheck.errors import InvalidSettings
-from coatcheck.store import Store, TaskId
+from coatcheck.store import MemoryStore, Store, Tables, TaskId
 from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.seals import Seal, SealKey, Unsealed, header_of, make_seal
 from coatcheck.store.verification import FlawKind
@@ -576,3 +576,65 @@ async def test_seals_that_vanish_under_a_sweeper_are_an_error_in_its_log(
     await sealer.seal()
 
     assert "seals_removed" in capsys.readouterr().out
+
+
+# --- webhooks ---
+
+
+class Hook:
+    """An address that takes seals by POST, and answers as it is told."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+        self.posts: list[tuple[str, dict[str, Any]]] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        fields = dict(line.split(": ", 1) for line in head.splitlines()[1:] if line)
+        body = await reader.readexactly(int(fields["content-length"]))
+        self.posts.append((fields["idempotency-key"], json.loads(body)))
+        writer.write(f"HTTP/1.1 {self.answers.pop(0)}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+
+async def test_webhook_gets_each_seal_and_only_a_2xx_counts(scene: Scene):
+    hook = Hook("503 Later", "302 Found\r\nlocation: /elsewhere", "204 Kept")
+    server = await asyncio.start_server(hook.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    [sink] = parse_sinks(f"http://127.0.0.1:{port}/seals?token=s3cret")
+    [seal, _] = await scene.store.read_seals()
+
+    for status in ("503", "302"):
+        with pytest.raises(SinkUnavailable, match=f"answered {status} to seal 1"):
+            await sink.write(seal)
+    await sink.write(seal)
+    server.close()
+
+    assert "s3cret" not in sink.name
+    assert [(key, document["number"]) for key, document in hook.posts] == [("coatcheck-seal-1", 1)] * 3
+    with pytest.raises(SinkUnavailable, match="cannot be reached"):
+        await sink.write(seal)
+
+
+# --- in memory ---
+
+
+async def test_store_in_memory_seals_and_is_audited_alike():
+    tables = Tables()
+    store = MemoryStore(tables)
+    one, two = new_id(), new_id()
+    for task_id in (one, two):
+        tables.history_of[task_id] = chain_of(task_id, 3)
+    await Sealer(store, KEY).seal()
+    sound = await verify(store, public_keys=[KEY.public])
+
+    tables.history_of[one].pop()
+    del tables.history_of[two]
+    flawed = await verify(store, public_keys=[KEY.public])
+
+    assert (sound.flaws, sound.entry_count, sound.seal_count) == ((), 6, 1)
+    assert {(flaw.kind, flaw.task_id) for flaw in flawed.flaws} == {
+        (FlawKind.TAIL_MISSING, one),
+        (FlawKind.TASK_MISSING, two),
+    }
