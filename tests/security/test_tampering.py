@@ -625,12 +625,12 @@ async def test_store_in_memory_seals_and_is_audited_alike():
     store = MemoryStore(tables)
     one, two = new_id(), new_id()
     for task_id in (one, two):
-        tables.history_of[task_id] = chain_of(task_id, 3)
+        tables.history[task_id] = chain_of(task_id, 3)
     await Sealer(store, KEY).seal()
     sound = await verify(store, public_keys=[KEY.public])
 
-    tables.history_of[one].pop()
-    del tables.history_of[two]
+    tables.history[one].pop()
+    del tables.history[two]
     flawed = await verify(store, public_keys=[KEY.public])
 
     assert (sound.flaws, sound.entry_count, sound.seal_count) == ((), 6, 1)

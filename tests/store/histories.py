@@ -62,7 +62,7 @@ async def settle(sql: asyncpg.Connection) -> None:
 async def write(bench: Bench, task_id: TaskId, entries: Sequence[HistoryEntry]) -> None:
     """The same on either kind of rows."""
     if isinstance(bench, MemoryBench):
-        bench.tables.history_of.setdefault(task_id, []).extend(entries)
+        bench.tables.history.setdefault(task_id, []).extend(entries)
     else:
         assert isinstance(bench, PostgresBench)
         await insert(bench._connection, task_id, entries)

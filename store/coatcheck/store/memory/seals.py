@@ -18,7 +18,7 @@ LAST_TASK = UUID(int=2**128 - 1)
 def read_unsealed(tables: Tables, *, limit: int, keep: timedelta | None = None) -> Unsealed:
     last = tables.seals[-1] if tables.seals else None
     sealed = {leaf.task_id: leaf.entry_count for leaves in tables.leaves for leaf in leaves}
-    chains = sorted(tables.history_of.items())
+    chains = sorted(tables.history.items())
     newer = {it: [entry for entry in chain if entry.number > sealed.get(it, 0)] for it, chain in chains}
     new = {it: entries for it, entries in newer.items() if entries}
     leaves = tuple([Leaf(it, entries[-1].number, entries[-1].hash) for it, entries in new.items()])
@@ -71,7 +71,7 @@ def read_chains(
     return ChainPage(
         entries=[
             Chained(task_id, entry, 0, entry.data is None or digest_of(entry.data) == entry.digest)
-            for task_id, chain in sorted(tables.history_of.items())
+            for task_id, chain in sorted(tables.history.items())
             for entry in chain
             if after < (task_id, entry.number) and task_id <= last
         ],
@@ -94,7 +94,7 @@ def read_chains(
 def find_entries(tables: Tables, *, wanted: EntryFilter, limit: int) -> list[FoundEntry]:
     found = [
         FoundEntry(task_id, tables.tasks[task_id].task.service if task_id in tables.tasks else None, entry)
-        for task_id, chain in tables.history_of.items()
+        for task_id, chain in tables.history.items()
         for entry in chain
     ]
     fitting = [it for it in found if _fits(it, wanted)]

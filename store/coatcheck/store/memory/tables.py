@@ -123,7 +123,7 @@ class Tables:
         self.calls: dict[CallId, CallRow] = {}
         self.calls_of: dict[TaskId, list[CallRow]] = {}
         self.entries_of: dict[TaskId, list[EntryRow]] = {}
-        self.history_of: dict[TaskId, list[HistoryEntry]] = {}
+        self.history: dict[TaskId, list[HistoryEntry]] = {}
         self.seals: list[Seal] = []
         self.leaves: list[tuple[Leaf, ...]] = []
         self.sinks: dict[str, SinkMark] = {}
