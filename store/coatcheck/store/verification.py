@@ -281,7 +281,8 @@ class ChainCheck:
 
     def _end_flaw(self, walk: _Walk, leaves: Sequence[TaskLeaf], standing: Standing | None) -> Flaw | None:
         task_id, newest = walk.task_id, max(leaves, key=lambda leaf: leaf.entry_count, default=None)
-        is_trimmed = newest is not None and all(leaf.seal <= self._trimmed_to for leaf in leaves)
+        removed_count = max((leaf.entry_count for leaf in leaves if leaf.seal <= self._trimmed_to), default=0)
+        is_trimmed = newest is not None and newest.entry_count <= removed_count
         if newest is not None and newest.entry_count > walk.number and not (walk.count == 0 and is_trimmed):
             if walk.count == 0:
                 text = f"seal {newest.seal} has {newest.entry_count} entries of it, and there are none"
