@@ -76,6 +76,9 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "sweep_emitted": "timeouts and resumes are out",
         "sweep_resent": "unsent calls or replies were sent, nothing says so",
         "sweep_repaired": "a sweeper has kept house",
+        "before_seal": "a seal is signed, and about to be inserted",
+        "after_seal": "a seal is in its row, and in no sink",
+        "after_sink": "seals are written to a sink, and nothing says so",
     }
 )
 

@@ -21,6 +21,8 @@ ON_REFUSAL = ("before_leave", "after_leave")
 ON_ORDER = ("before_order", "after_order")
 """People give no orders in these trials; the simulation has them."""
 """Points that a process comes to where a client's queue refuses its answer."""
+ON_SEALING = ("before_seal", "after_seal", "after_sink")
+"""Points of a sweeper that has a key; those of a trial have none."""
 
 
 class Broker(ABC):
@@ -32,7 +34,7 @@ class Broker(ABC):
     heavy_every_s: float
     peer_suffixes: tuple[str, ...]
     """Which queues a peer has."""
-    points: tuple[str, ...] = tuple(name for name in POINTS if name not in ON_ORDER)
+    points: tuple[str, ...] = tuple(name for name in POINTS if name not in (*ON_ORDER, *ON_SEALING))
     """At which points a process can die on it."""
 
     @abstractmethod
@@ -123,7 +125,7 @@ class QueuesInPostgres(Broker):
     # A peer declares itself as a service does. Nothing may end up in its replies and dead letters.
     peer_suffixes = ("", ".control", ".replies", ".dead")
     # Its queues have no limit. What happens when one refuses all the same is the simulation's to crash.
-    points = tuple(name for name in POINTS if name not in (*ON_REFUSAL, *ON_ORDER))
+    points = tuple(name for name in POINTS if name not in (*ON_REFUSAL, *ON_ORDER, *ON_SEALING))
 
     def __init__(self, store_url: str) -> None:
         self._store_url = store_url

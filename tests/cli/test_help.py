@@ -31,7 +31,7 @@ def _commands(group: click.Group = main, path: tuple[str, ...] = ()) -> dict[str
 
 
 COMMANDS = _commands()
-PRINTS_NO_DATA = {"worker", "sweeper", "dead", "dev", "new"}
+PRINTS_NO_DATA = {"worker", "sweeper", "dead", "audit", "dev", "new"}
 
 
 def test_the_commands_are_those_that_were_promised():
@@ -57,6 +57,7 @@ def test_the_commands_are_those_that_were_promised():
         "retry",
         "rewind",
         "dead",
+        "audit",
         "doctor",
         "version",
     }

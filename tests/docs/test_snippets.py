@@ -194,7 +194,7 @@ def test_the_index_lists_every_page_of_docs():
 
 def test_files_named_in_the_docs_exist():
     roots = ("worker", "broker", "store", "examples", "tests", "bench")
-    sources = {path.name for root in roots for path in (ROOT / root).rglob("*")} | {"research.py"}
+    sources = {path.name for root in roots for path in (ROOT / root).rglob("*")} | {"research.py", "audit_verify.py"}
     name = re.compile(r"`(?:[\w…]+/)*([a-z_0-9]+\.(?:py|js))\b")
     named = {(name_of(page), found) for page in PAGES for found in name.findall(page.read_text())}
 

@@ -22,14 +22,20 @@ from tests.docs.pages import ROOT, blocks
 from tests.flow.harness import PATIENCE_S, until
 from tests.security.servers import TlsBroker, TlsPostgres
 from tests.services import run_sync
+from tests.store.histories import chain_of, insert, settle
+from tests.store.kit import new_id
 
 from coatcheck.broker import Broker, connect
 from coatcheck.cli.dead import count_letters, read_letters
 from coatcheck.cli.doctor import Status, examine
 from coatcheck.errors import InvalidSettings, StoreUnavailable
 from coatcheck.store import Store
+from coatcheck.store.seals import SealKey
 from coatcheck.store.views import Retention
 from coatcheck.worker import App, Client, Settings, TaskCancelled, Worker
+from coatcheck.worker.auditing import verify
+from coatcheck.worker.seal_sinks import parse_sinks
+from coatcheck.worker.sealing import Sealer
 
 FLOW = "test_a_task_runs_with_the_least_rights"
 VHOST = "coatcheck"
@@ -204,6 +210,26 @@ async def test_sweeper_can_delete_what_retention_is_done_with(roles: Roles):
         await owner.close()
 
 
+async def test_worker_appends_history_and_sweeper_seals_it(roles: Roles):
+    task_id = new_id()
+    worker = await asyncpg.connect(roles.sql("coatcheck_worker"))
+    sweeper = Store(roles.sql("coatcheck_sweeper"), pool_size=2)
+    reader = Store(roles.sql("coatcheck_reader"), pool_size=2)
+    try:
+        await insert(worker, task_id, chain_of(task_id, 2))
+        await settle(worker)
+        key = SealKey.generate()
+        await Sealer(sweeper, key, sinks=parse_sinks("log:")).seal()
+
+        report = await verify(reader, public_keys=[key.public])
+        assert (report.flaws, report.seal_count) == ((), 1)
+        assert [mark.number for mark in await reader.read_sinks()] == [1]
+    finally:
+        await worker.close()
+        await sweeper.close()
+        await reader.close()
+
+
 async def test_monitor_sees_where_tasks_stand(roles: Roles):
     await run_sql(
         roles.sql("coatcheck_monitor"),
@@ -328,15 +354,26 @@ WRITES = {
     "temporary": "CREATE TEMPORARY TABLE mine (id integer)",
     "version": "UPDATE coatcheck.schema_version SET version_num = '9999'",
     "function": "CREATE FUNCTION public.cardinality(uuid[]) RETURNS integer LANGUAGE sql AS 'SELECT 1'",
+    "alter history": "UPDATE coatcheck.history SET actor = NULL",
+    "remove history": "DELETE FROM coatcheck.history",
+    "add history": "INSERT INTO coatcheck.history (task_id) VALUES (gen_random_uuid())",
+    "alter seal": "UPDATE coatcheck.seal SET root = ''",
+    "remove seal": "DELETE FROM coatcheck.seal",
+    "add seal": "INSERT INTO coatcheck.seal (number) VALUES (1)",
+    "alter leaf": "UPDATE coatcheck.seal_leaf SET head = ''",
+    "remove leaf": "DELETE FROM coatcheck.seal_leaf",
+    "empty history": "TRUNCATE coatcheck.history",
+    "empty seals": "TRUNCATE coatcheck.seal",
     "payload": "SELECT request FROM coatcheck.task",
     "caller": "SELECT caller_subject FROM coatcheck.task",
 }
 DDL = ["truncate", "drop", "alter", "create", "schema", "temporary", "version", "function"]
+REWRITES = ["alter history", "alter seal", "remove seal", "alter leaf", "remove leaf", "empty history", "empty seals"]
 REFUSED_WRITES = {
     "coatcheck_owner": ["schema", "temporary", "function"],
-    "coatcheck_worker": ["delete", *DDL],
-    "coatcheck_sweeper": ["insert", *DDL],
-    "coatcheck_reader": ["insert", "update", "delete", *DDL],
+    "coatcheck_worker": ["delete", "remove history", "add seal", *REWRITES, *DDL],
+    "coatcheck_sweeper": ["insert", *REWRITES, *DDL],
+    "coatcheck_reader": ["insert", "update", "delete", "add history", "remove history", "add seal", *REWRITES, *DDL],
     "coatcheck_monitor": list(WRITES),
 }
 

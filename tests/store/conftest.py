@@ -35,7 +35,10 @@ def store_url(shared_store_url: str) -> str:
 async def _empty(url: str) -> None:
     connection = await asyncpg.connect(url, server_settings={"lock_timeout": "5s"})
     try:
-        await connection.execute("TRUNCATE coatcheck.history, coatcheck.journal, coatcheck.call, coatcheck.task")
+        await connection.execute(
+            "TRUNCATE coatcheck.seal, coatcheck.seal_leaf, coatcheck.seal_sink, coatcheck.history, coatcheck.journal, "
+            "coatcheck.call, coatcheck.task"
+        )
     finally:
         await connection.close()
 

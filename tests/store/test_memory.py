@@ -30,10 +30,13 @@ from tests.store.kit import (
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store import MemoryStore, Tables, TaskState, newest_version
+from coatcheck.store.audits import EntryFilter
 from coatcheck.store.orders import Filter, Pause
 from coatcheck.store.rows import Address, Request, Verdict, Wake
+from coatcheck.store.seals import Seal
 
 NOWHERE = UUID(int=0)
+SEAL = Seal(1, datetime(2026, 1, 1, tzinfo=UTC), 0, 0, 0, b"", b"", 0, "")
 METHODS = {
     "ping": lambda store: store.ping(),
     "read_history": lambda store: store.read_history(new_id()),
@@ -71,6 +74,16 @@ METHODS = {
     "task_lines": lambda store: store.task_lines(new_id()),
     "read_stored": lambda store: store.read_stored(new_id()),
     "checkpoints": lambda store: store.checkpoints(new_id()),
+    "read_unsealed": lambda store: store.read_unsealed(),
+    "add_seal": lambda store: store.add_seal(SEAL, ()),
+    "read_seals": lambda store: store.read_seals(),
+    "read_leaves": lambda store: store.read_leaves(after=0, last=1, limit=1),
+    "read_sinks": lambda store: store.read_sinks(),
+    "mark_sink": lambda store: store.mark_sink("log:", 1),
+    "read_chains": lambda store: store.read_chains(after=(new_id(), 0), sealed=1, limit=1),
+    "find_entries": lambda store: store.find_entries(EntryFilter(), limit=1),
+    "count_unchained": lambda store: store.count_unchained(),
+    "find_seal_lag": lambda store: store.find_seal_lag(),
 }
 
 

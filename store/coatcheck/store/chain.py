@@ -55,7 +55,7 @@ def hash_of(task_id: UUID, entry: HistoryEntry, previous: bytes) -> bytes:
         task_id.bytes,
         _text(entry.number),
         _text(entry.kind),
-        _text((entry.at - _EPOCH) // _MICROSECOND),
+        _text(to_microseconds(entry.at)),
         _text(entry.replica),
         _text(entry.epoch),
         _text(entry.actor),
@@ -63,7 +63,7 @@ def hash_of(task_id: UUID, entry: HistoryEntry, previous: bytes) -> bytes:
         entry.digest,
         previous,
     )
-    return hashlib.sha256(b"".join(map(_prefixed, fields))).digest()
+    return hashlib.sha256(encode_fields(fields)).digest()
 
 
 def append(
@@ -110,3 +110,13 @@ def _text(value: str | int | None) -> bytes | None:
 
 def _prefixed(field: bytes | None) -> bytes:
     return _NONE if field is None else _LENGTH.pack(len(field)) + field
+
+
+def encode_fields(fields: Iterable[bytes | None]) -> bytes:
+    """The fields one after the other, each with its length before it: no two different lists encode alike."""
+    return b"".join(map(_prefixed, fields))
+
+
+def to_microseconds(at: datetime) -> int:
+    """An instant as it is hashed and signed: microseconds since 1970."""
+    return (at - _EPOCH) // _MICROSECOND

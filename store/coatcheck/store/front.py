@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 from coatcheck.points import reach
+from coatcheck.store.audits import LAST_TASK, ChainPage, EntryFilter, FoundEntry, SealLag
 from coatcheck.store.batcher import Batcher, Observe
 from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import CheckpointInfo, Stored, checkpoints_of
@@ -34,6 +35,7 @@ from coatcheck.store.rows import (
     TaskState,
     Wake,
 )
+from coatcheck.store.seals import Leaf, Seal, SinkMark, Unsealed
 from coatcheck.store.views import Backlog, Late, Line, LookedAt, Renewal, Renewed, Retention, ServiceCount, Summary
 
 
@@ -188,6 +190,43 @@ class Store:
 
     async def without_waker(self, *, limit: int = 100) -> list[TaskId]:
         return await self._operations.without_waker(limit=limit)
+
+    # --- seals and audits ---
+
+    async def read_unsealed(self, *, limit: int = 100_000, keep: timedelta | None = None) -> Unsealed:
+        """What the next seal is to cover; `keep` is how long history is kept, None: for ever."""
+        return await self._operations.read_unsealed(limit=limit, keep=keep)
+
+    async def add_seal(self, seal: Seal, leaves: Sequence[Leaf]) -> bool:
+        """Keep a seal. False: there is one of its number, and this one is nothing."""
+        return await self._operations.add_seal(seal, leaves)
+
+    async def read_seals(self, *, after: int = 0, limit: int = 1000) -> list[Seal]:
+        return await self._operations.read_seals(after=after, limit=limit)
+
+    async def read_leaves(self, *, after: int, last: int, limit: int) -> list[tuple[int, Leaf]]:
+        return await self._operations.read_leaves(after=after, last=last, limit=limit)
+
+    async def read_sinks(self) -> list[SinkMark]:
+        return await self._operations.read_sinks()
+
+    async def mark_sink(self, sink: str, number: int) -> None:
+        await self._operations.mark_sink(sink, number)
+
+    async def read_chains(
+        self, *, after: tuple[UUID, int], last: UUID = LAST_TASK, sealed: int, limit: int
+    ) -> ChainPage:
+        """The next entries of all tasks by id and number, with what seals up to `sealed` and rows say of them."""
+        return await self._operations.read_chains(after=after, last=last, sealed=sealed, limit=limit)
+
+    async def find_entries(self, wanted: EntryFilter, *, limit: int) -> list[FoundEntry]:
+        return await self._operations.find_entries(wanted=wanted, limit=limit)
+
+    async def count_unchained(self) -> int:
+        return await self._operations.count_unchained()
+
+    async def find_seal_lag(self) -> SealLag:
+        return await self._operations.find_seal_lag()
 
     # --- for people ---
 

@@ -26,6 +26,7 @@ from datetime import datetime, timedelta
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
+from coatcheck.store.audits import ChainPage, EntryFilter, FoundEntry, SealLag
 from coatcheck.store.batcher import Busy, Unreadable
 from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.checkpoints import Stored
@@ -47,6 +48,7 @@ from coatcheck.store.rows import (
     TaskState,
     Wake,
 )
+from coatcheck.store.seals import Leaf, Seal, SinkMark, Unsealed
 from coatcheck.store.views import Backlog, Late, Line, LookedAt, Renewal, Renewed, Retention, ServiceCount, Summary
 
 Answers: TypeAlias = Sequence[Ruling | Busy | Unreadable | None]
@@ -223,3 +225,29 @@ class Operations(Protocol):
 
     async def read_stored(self, task_id: TaskId) -> list[Stored]:
         """A task's journal and calls as they are kept, forgotten ones too, in the order of their checkpoints."""
+
+    # --- seals and audits ---
+
+    async def read_unsealed(self, *, limit: int, keep: timedelta | None) -> Unsealed:
+        """What the next seal is to cover: histories that changed in transactions that are all in."""
+
+    async def add_seal(self, seal: Seal, leaves: Sequence[Leaf]) -> bool:
+        """Keep a seal and its leaves. False: there is one of its number, and nothing is written."""
+
+    async def read_seals(self, *, after: int, limit: int) -> list[Seal]: ...
+
+    async def read_leaves(self, *, after: int, last: int, limit: int) -> list[tuple[int, Leaf]]: ...
+
+    async def read_sinks(self) -> list[SinkMark]: ...
+
+    async def mark_sink(self, sink: str, number: int) -> None: ...
+
+    async def read_chains(self, *, after: tuple[UUID, int], last: UUID, sealed: int, limit: int) -> ChainPage:
+        """The next entries of all tasks by id and number, with what seals up to `sealed` and rows say of them."""
+
+    async def find_entries(self, *, wanted: EntryFilter, limit: int) -> list[FoundEntry]: ...
+
+    async def count_unchained(self) -> int:
+        """How many tasks have no history."""
+
+    async def find_seal_lag(self) -> SealLag: ...

@@ -19,6 +19,7 @@ from coatcheck.cli.options import CONNECT_BUDGET, connections, json_option, load
 from coatcheck.cli.output import duration, emit_json, is_terminal, read_problem, say, say_table
 from coatcheck.cli.show import fix_for
 from coatcheck.errors import BrokerUnavailable, InvalidSettings, StoreUnavailable, UsageError
+from coatcheck.store.audits import SealLag
 from coatcheck.store.front import Store
 from coatcheck.store.rows import TaskId, TaskState
 from coatcheck.store.versions import newest_version
@@ -227,6 +228,7 @@ async def check_tasks(store: Store, services: Sequence[ServiceCount], *, grace: 
         *judge_unsent(await store.find_unsent(grace=grace)),
         *judge_held(held),
         *judge_nameless(services),
+        *judge_seals(await store.find_seal_lag(), grace),
     ]
 
 
@@ -298,6 +300,24 @@ def judge_nameless(services: Sequence[ServiceCount]) -> list[Finding]:
         for each in services
         if each.nameless_count
     ]
+
+
+def judge_seals(lag: SealLag, grace: timedelta) -> list[Finding]:
+    """Are histories sealed, and do the sinks have the seals. Where nothing was ever sealed, nothing is expected."""
+    newest = lag.newest
+    if newest is None:
+        return []
+    findings = []
+    if lag.lag > grace:
+        text = f"history has not been sealed for {duration(lag.lag)}; the newest seal is {newest.number}"
+        fix = "coatcheck sweeper  (with COATCHECK_SEAL_KEY; a transaction that is open for long holds sealing up, too)"
+        findings.append(Finding(Status.WARN, "seals", text, fix))
+    for mark in lag.sinks:
+        if mark.number < newest.number and lag.now - mark.written_at > grace:
+            text = f"{mark.sink} has seals up to {mark.number} of {newest.number}"
+            fix = "bring it back, or take it out of COATCHECK_SEAL_SINK; the sweeper's log says why (seal_not_written)"
+            findings.append(Finding(Status.WARN, "sinks", text, fix))
+    return findings or [Finding(Status.OK, "seals", f"histories are sealed up to seal {newest.number}")]
 
 
 # --- the broker ---

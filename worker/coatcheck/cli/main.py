@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "pause": ("orders", "Let nothing of a task run until it is resumed."),
     "resume": ("orders", "Let paused tasks go on."),
     "dead": ("dead", "Look after messages that no service could deal with."),
+    "audit": ("audit", "Prove that histories are whole and unaltered."),
     "doctor": ("doctor", "Check the installation, and print the fix for what is wrong."),
     "version": ("setup", "Print the versions of Coatcheck, its schema and Python."),
 }

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from os import PathLike
+from pathlib import Path
 from typing import Any, Self
 from uuid import UUID
 
@@ -38,7 +40,10 @@ from coatcheck.store.checkpoints import CheckpointInfo, checkpoints_of
 from coatcheck.store.front import OpenStore, Store
 from coatcheck.store.orders import Fork, Order, OrderDone, OrderRefused, Pause, Resume, Retry, Rewind
 from coatcheck.store.rows import Task, TaskId, TaskState
+from coatcheck.store.seals import Seal
 from coatcheck.store.views import HistoryLine, Line
+from coatcheck.worker import auditing
+from coatcheck.worker.auditing import AuditReport
 from coatcheck.worker.checking import Checked, check_task
 from coatcheck.worker.ids import child_traceparent, new_id
 from coatcheck.worker.messages import cancel_message, task_id_of, to_body
@@ -361,6 +366,27 @@ class Client:
     ) -> list[Task]:
         """The newest tasks first."""
         return await self.store.list_tasks(service=service, states=states, limit=limit)
+
+    # --- proving ---
+
+    async def verify(
+        self,
+        task_id: UUID | None = None,
+        *,
+        public_keys: Sequence[str] = (),
+        sinks: Sequence[str | PathLike[str]] = (),
+        on_progress: Callable[[float], None] | None = None,
+    ) -> AuditReport:
+        """Check the histories of all tasks, or of one, against their chains and seals. `public_keys` are those that
+        signed, in base64 or as files; `sinks` the files that seals were written to.
+        """
+        keys = [auditing.read_public_key(each) for each in public_keys]
+        paths = [Path(each) for each in sinks]
+        return await auditing.verify(self.store, task_id, public_keys=keys, sinks=paths, on_progress=on_progress)
+
+    async def seals(self, *, after: int = 0, limit: int = 1000) -> Sequence[Seal]:
+        """The seals behind this number, in order."""
+        return await self.store.read_seals(after=after, limit=limit)
 
     @property
     def store(self) -> Store:

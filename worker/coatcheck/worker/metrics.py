@@ -88,6 +88,9 @@ class Metrics:
         self.fenced = self._counter("writes_fenced", "Writes refused because another replica has the task.")
         self.outages = self._counter("outages", "Times a server could not be reached: store or broker.", "server")
 
+        self.seals = self._counter("seals", "Seals of histories that this sweeper made.")
+        self.seal_lag = self._gauge("seal_lag_seconds", "For how long an entry of a history has waited to be sealed.")
+
     def _add_broker_meters(self) -> None:
         self.published = self._counter("messages_published", "Messages confirmed by the broker.")
         self.no_route = self._counter("messages_no_route", "Messages to a queue that does not exist.")

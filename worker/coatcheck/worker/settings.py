@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 PREFIX = "COATCHECK_"
+HIDDEN = "***"
 QUEUES_IN_STORE = "pg://"
 """The broker used when none is named: queues in the store's own database."""
 EMBEDDED_STORE = "embedded://"
@@ -193,6 +194,25 @@ class Choice:
         raise ValueError(f"must be one of {', '.join(self.kind)}")
 
 
+class SecretText(str):
+    """A text that is shown to no one."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    about: str
+
+    def parse(self, value: object) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError("must be a text")
+        return SecretText(value.strip())
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     about: str
@@ -317,6 +337,16 @@ class Settings:
         timedelta, Duration("longest pause between two looks of the sweeper", 10 * _MS, _HOUR)
     ] = timedelta(seconds=5)
 
+    seal_key: Annotated[
+        str | None, Secret("key that signs the seals of histories: a file, or base64; unset: nothing is sealed")
+    ] = None
+    seal_every: Annotated[
+        timedelta, Duration("how often a sweeper seals what histories have gained", 100 * _MS, _HOUR)
+    ] = timedelta(seconds=10)
+    seal_sink: Annotated[
+        str | None, Text("where seals are written to, too: file:PATH, log:, https://…; several with commas")
+    ] = None
+
     declare: Annotated[
         bool, Flag("make the queues at the start; false: only look for what `coatcheck declare` made")
     ] = True
@@ -414,8 +444,8 @@ def _checked(name: str, value: object, *, label: str) -> object:
     except ValueError as error:
         # What is not even a URL may have its password anywhere.
         written = str(value).strip()
-        is_hidden = isinstance(rule, Url) and "@" in written[1:] and "://" not in written
-        shown = "***" if is_hidden else _printable(value)
+        is_hidden = isinstance(rule, Secret) or (isinstance(rule, Url) and "@" in written[1:] and "://" not in written)
+        shown = HIDDEN if is_hidden else _printable(value)
         raise InvalidSettings(f"{label}={shown}: {error}") from None
 
 
@@ -442,6 +472,8 @@ def _printable(value: object) -> object:
         return _printable_duration(value)
     if isinstance(value, StrEnum):
         return value.value
+    if isinstance(value, SecretText):
+        return HIDDEN
     return redacted(value) if isinstance(value, str) else value
 
 

@@ -41,6 +41,7 @@ from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Outbox
+from coatcheck.worker.sealing import Sealer
 from coatcheck.worker.servers import settle, warn_of_exposures
 from coatcheck.worker.settings import Settings
 from coatcheck.worker.worker import check_schema
@@ -87,6 +88,7 @@ class Sweeper:
         self._retired_count = 0
         self._count_at_s = -math.inf
         self._counting: asyncio.Task[None] | None = None
+        self._sealing: asyncio.Task[None] | None = None
         self.is_ready = False
 
     def stop(self) -> None:
@@ -109,25 +111,32 @@ class Sweeper:
                 )
                 if health is not None:
                     await stack.enter_async_context(health)
-                store = (self._open_store or Store)(self.settings.store, pool_size=2, replica=self.name)
+                # One connection to look, one to count, and one to seal.
+                store = (self._open_store or Store)(self.settings.store, pool_size=3, replica=self.name)
                 stack.push_async_callback(store.close)
+                sealer = Sealer.from_settings(self.settings, store, self.metrics)
                 warn_of_exposures(self.settings)
                 broker = connect(
                     self.settings.broker, max_body=self.settings.largest_message, declares=self.settings.declare
                 )
                 await stack.enter_async_context(broker)
-                await self._sweep_until_stopped(broker, store)
+                await self._sweep_until_stopped(broker, store, sealer)
 
-    async def _sweep_until_stopped(self, broker: Broker, store: Store) -> None:
+    async def _sweep_until_stopped(self, broker: Broker, store: Store, sealer: Sealer | None = None) -> None:
         await broker.declare_sweeper(self.settings.sweeper_queue)
         await broker.consume(self.settings.sweeper_queue, self._on_hint, prefetch=100)
         check_schema(await self._insist(store), store.place)
         outbox = Outbox(broker, events=self._events)
         self.is_ready = True
         log.info("sweeper_started", pid=os.getpid(), settings=self.settings.describe_changed())
+        if sealer is not None:
+            self._sealing = asyncio.create_task(sealer.run(), name="sealing")
         try:
             await self._sweep_on(broker, store, outbox)
         finally:
+            if self._sealing is not None:
+                self._sealing.cancel()
+                await asyncio.wait([self._sealing])
             if self._counting is not None:
                 await self._counting
         log.info("sweeper_stopped")

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from coatcheck.store.batcher import LANE_WIDTH
 from coatcheck.store.in_flight import InFlight
-from coatcheck.store.memory import claims, orders, puts, queries, sweeps
+from coatcheck.store.memory import claims, orders, puts, queries, seals, sweeps
 from coatcheck.store.memory.tables import Tables
 from coatcheck.store.versions import newest_version
 
@@ -101,3 +101,13 @@ class MemoryOperations:
     task_lines = operation(queries.task_lines)
     read_history = operation(queries.read_history)
     read_stored = operation(queries.read_stored)
+    read_unsealed = operation(seals.read_unsealed)
+    add_seal = operation(seals.add_seal)
+    read_seals = operation(seals.read_seals)
+    read_leaves = operation(seals.read_leaves)
+    read_sinks = operation(seals.read_sinks)
+    mark_sink = operation(seals.mark_sink)
+    read_chains = operation(seals.read_chains)
+    find_entries = operation(seals.find_entries)
+    count_unchained = operation(seals.count_unchained)
+    find_seal_lag = operation(seals.find_seal_lag)

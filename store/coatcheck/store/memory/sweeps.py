@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from coatcheck.store import decide, history
 from coatcheck.store.blobs import is_damaged
-from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.history import Author
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, check_text, earliest
 from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, TaskId, TaskState
@@ -67,14 +66,21 @@ def retire(tables: Tables, *, limit: int, keep: Retention, author: Author) -> in
 
 
 def forget_histories(tables: Tables, *, limit: int, before: datetime) -> int:
-    over = [task_id for task_id, told in tables.history.items() if told and _is_left(told[-1], before)][:limit]
+    over = [task_id for task_id, told in tables.history.items() if told and _is_left(tables, task_id, before)][:limit]
     for task_id in over:
         tables.delete_history(task_id)
     return len(over)
 
 
-def _is_left(last: HistoryEntry, before: datetime) -> bool:
-    return last.kind == history.PRUNED and last.at <= before
+def _is_left(tables: Tables, task_id: TaskId, before: datetime) -> bool:
+    """Whether a task was removed so long ago; and once there are seals, whether the newest says that it may be gone."""
+    last = tables.history[task_id][-1]
+    if last.kind != history.PRUNED or last.at > before:
+        return False
+    sealed = (
+        [leaf for leaves in tables.leaves[: tables.seals[-1].trimmed_to] for leaf in leaves] if tables.seals else []
+    )
+    return not tables.seals or any(leaf.task_id == task_id and leaf.entry_count >= last.number for leaf in sealed)
 
 
 def repair(tables: Tables, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:

@@ -41,6 +41,7 @@ from coatcheck.store.rows import (
     TaskState,
     Unsent,
 )
+from coatcheck.store.seals import Leaf, Seal, SinkMark
 
 T = TypeVar("T")
 Clock = Callable[[], datetime]
@@ -127,6 +128,9 @@ class Tables:
         self.entries_of: dict[TaskId, list[EntryRow]] = {}
         self.history: dict[TaskId, list[HistoryEntry]] = {}
         """It outlives its task."""
+        self.seals: list[Seal] = []
+        self.leaves: list[tuple[Leaf, ...]] = []
+        self.sinks: dict[str, SinkMark] = {}
         self._undo: list[Callable[[], object]] = []
 
     def atomically(self, work: Callable[[Tables], T]) -> T:
@@ -147,6 +151,14 @@ class Tables:
         for name, value in values.items():
             self._undo.append(partial(setattr, row, name, getattr(row, name)))
             setattr(row, name, value)
+
+    def append(self, rows: list[Any], row: object) -> None:
+        rows.append(row)
+        self._undo.append(rows.pop)
+
+    def undo(self, by: Callable[[], object]) -> None:
+        """Do this if the operation raises."""
+        self._undo.append(by)
 
     def insert_task(self, task: Task, look_at: datetime | None) -> TaskRow:
         task_id = task.task_id

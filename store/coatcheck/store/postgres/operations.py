@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from coatcheck.store.migrate import schema_version as version_of_tables
-from coatcheck.store.postgres import cancels, claims, histories, orders, puts, queries, records, sweeps
+from coatcheck.store.postgres import audits, cancels, claims, histories, orders, puts, queries, records, seals, sweeps
 from coatcheck.store.postgres.connection import Connection
 from coatcheck.store.postgres.database import Database
 
@@ -80,3 +80,13 @@ class PostgresOperations:
     task_lines = operation(queries.task_lines)
     read_history = operation(histories.read_history)
     read_stored = operation(queries.read_stored)
+    read_unsealed = operation(seals.read_unsealed)
+    add_seal = operation(seals.add_seal)
+    read_seals = operation(seals.read_seals)
+    read_leaves = operation(seals.read_leaves)
+    read_sinks = operation(seals.read_sinks)
+    mark_sink = operation(seals.mark_sink)
+    read_chains = operation(audits.read_chains)
+    find_entries = operation(audits.find_entries)
+    count_unchained = operation(audits.count_unchained)
+    find_seal_lag = operation(audits.find_seal_lag)

@@ -679,6 +679,7 @@ DELETE FROM coatcheck.task WHERE id = ANY(CAST(:ids AS uuid[]))
 SELECT task_id FROM coatcheck.history h
  WHERE kind = 'pruned' AND at <= CAST(:before AS timestamptz)
    AND NOT EXISTS (SELECT FROM coatcheck.history l WHERE l.task_id = h.task_id AND l.number > h.number)
+   AND {may_go}
  LIMIT CAST(:limit AS integer)
 
 -- name: lock_free_chains
@@ -821,3 +822,76 @@ RETURNING t.id
 SELECT t.id FROM coatcheck.task t
   JOIN unnest(CAST(:ids AS uuid[]), CAST(:epochs AS integer[])) AS u(id, epoch) ON u.id = t.id AND u.epoch = t.epoch
  WHERE t.state = 'running'
+
+
+-- ===== seals =====
+
+-- part: seal_columns
+number, sealed_at, horizon, task_count, entry_count, root, previous, trimmed_to, key_id, signature, token
+
+-- part: may_go
+-- Of a history entry h, once there are seals: the newest one says that it may be gone. So nothing goes that is not
+-- sealed, and nothing goes before a signature says so.
+(NOT EXISTS (SELECT FROM coatcheck.seal)
+ OR h.number <= (SELECT max(l.entry_count) FROM coatcheck.seal_leaf l
+                  WHERE l.task_id = h.task_id
+                    AND l.seal <= (SELECT trimmed_to FROM coatcheck.seal ORDER BY number DESC LIMIT 1)))
+
+-- name: newest_seal
+SELECT {seal_columns} FROM coatcheck.seal ORDER BY number DESC LIMIT 1
+
+-- name: seal_horizon
+-- All transactions below it have ended: their history is all there is of them.
+SELECT pg_snapshot_xmin(pg_current_snapshot()) AS horizon, clock_timestamp() AS now
+
+-- name: unsealed_cut
+-- The transaction of the entry behind the first `limit` ones.
+SELECT xid FROM coatcheck.history WHERE xid >= CAST(:floor AS xid8) AND xid < CAST(:ceiling AS xid8)
+ ORDER BY xid OFFSET CAST(:limit AS bigint) LIMIT 1
+
+-- name: unsealed_leaves
+SELECT DISTINCT ON (task_id) task_id, number, hash, count(*) OVER () AS entry_count
+  FROM coatcheck.history WHERE xid >= CAST(:floor AS xid8) AND xid < CAST(:ceiling AS xid8)
+ ORDER BY task_id, number DESC
+
+-- name: oldest_unsealed
+-- The first by number of its transaction, which is the oldest one or as good as that.
+SELECT at FROM coatcheck.history WHERE xid >= CAST(:floor AS xid8) ORDER BY xid LIMIT 1
+
+-- name: seal_before
+-- The newest seal that is old enough, among the thousand behind the one that was found last.
+SELECT max(number) FROM (SELECT number, sealed_at FROM coatcheck.seal WHERE number > CAST(:after AS bigint)
+                          ORDER BY number LIMIT 1000) AS s
+ WHERE sealed_at <= clock_timestamp() - CAST(:keep_s AS float8) * interval '1 s'
+
+-- name: add_seal
+-- Seal and leaves, or nothing. Another sweeper's insertion of the same number is waited for.
+WITH made AS (
+    INSERT INTO coatcheck.seal ({seal_columns})
+    VALUES (CAST(:number AS bigint), CAST(:sealed_at AS timestamptz), CAST(:horizon AS xid8),
+            CAST(:task_count AS integer), CAST(:entry_count AS bigint), CAST(:root AS bytea), CAST(:previous AS bytea),
+            CAST(:trimmed_to AS bigint), CAST(:key_id AS text), CAST(:signature AS bytea), CAST(:token AS bytea))
+    ON CONFLICT (number) DO NOTHING
+    RETURNING number),
+leaves AS (
+    INSERT INTO coatcheck.seal_leaf (seal, place, task_id, entry_count, head)
+    SELECT made.number, u.place - 1, u.task_id, u.entry_count, u.head
+      FROM made, unnest(CAST(:l_task_id AS uuid[]), CAST(:l_entry_count AS integer[]), CAST(:l_head AS bytea[]))
+        WITH ORDINALITY AS u(task_id, entry_count, head, place))
+SELECT number FROM made
+
+-- name: seals_after
+SELECT {seal_columns} FROM coatcheck.seal
+ WHERE number > CAST(:after AS bigint) ORDER BY number LIMIT CAST(:limit AS integer)
+
+-- name: leaves_between
+SELECT seal, task_id, entry_count, head FROM coatcheck.seal_leaf
+ WHERE seal > CAST(:after AS bigint) AND seal <= CAST(:last AS bigint)
+ ORDER BY seal, place LIMIT CAST(:limit AS bigint)
+
+-- name: sinks
+SELECT sink, number, written_at FROM coatcheck.seal_sink ORDER BY sink
+
+-- name: mark_sink
+INSERT INTO coatcheck.seal_sink AS s (sink, number) VALUES (CAST(:sink AS text), CAST(:number AS bigint))
+ON CONFLICT (sink) DO UPDATE SET number = greatest(s.number, excluded.number), written_at = clock_timestamp()
