@@ -67,8 +67,8 @@ COUNT_SHARE = 0.05
 
 
 class Sweeper(Running):
-    """One sweeper process. `run` returns after `stop`; `async with` does both. `open_store` makes another store than the
-    settings name.
+    """One sweeper process. `run` returns after `stop`; `async with` does both. `open_store` makes another store than
+    the settings name.
     """
 
     def __init__(
