@@ -1,4 +1,7 @@
-"""Tasks without servers: service, sweeper and client in one process, rows and messages in its memory."""
+"""Tasks without servers: service, sweeper and client in one process, rows and messages in its memory.
+
+python -m examples.in_memory
+"""
 
 import asyncio
 from datetime import timedelta

@@ -88,11 +88,14 @@ def test_rows_and_messages_outlive_workers_and_event_loops_of_one_process() -> N
 
 async def test_error_of_the_block_leaves_it_as_it_is_once_the_worker_has_stopped() -> None:
     worker = Worker(app, make_settings())
-    with pytest.raises(KeyError):
+
+    async def fail() -> None:
         async with worker:
             assert worker.is_ready
             raise KeyError("mine")
 
+    with pytest.raises(KeyError):
+        await fail()
     assert not worker.is_ready
 
 
@@ -109,11 +112,13 @@ async def test_block_is_cancelled_when_its_worker_fails(monkeypatch: pytest.Monk
     sweeper = Sweeper(make_settings())
     monkeypatch.setattr(sweeper, "_sweep_on", lambda *_: fail)
 
-    with pytest.raises(ExceptionGroup) as caught:
+    async def wait_for_ever() -> None:
         async with sweeper:
             fail.set_exception(InvalidSettings("on the way"))
             await asyncio.Event().wait()
 
+    with pytest.raises(ExceptionGroup) as caught:
+        await wait_for_ever()
     assert caught.group_contains(InvalidSettings, match="on the way")
 
 

@@ -56,7 +56,7 @@ def load_settings(
     """Settings from options, then environment. What is wrong with them is wrong usage: click.UsageError.
 
     Variables that have no effect are told to `warn`, by default a line on stderr. Only a command that `owns_memory` may
-    use `memory://`; of the others, each uses the servers that it has options for, or both.
+    use `memory://`; of the others, each is asked about the servers that it names in `overrides`.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SettingsWarning)
@@ -65,7 +65,7 @@ def load_settings(
         except InvalidSettings as error:
             raise click.UsageError(redacted(str(error))) from error
     if not owns_memory:
-        _refuse_memory(settings, [name for name in SERVERS if name in overrides] or SERVERS)
+        _refuse_memory(settings, [name for name in SERVERS if name in overrides])
     for each in caught:
         (warn or _warn)(str(each.message))
     for text in find_shown_passwords(overrides) if warn is None else ():

@@ -33,8 +33,8 @@ class Running(ABC):
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._leaving.__aexit__(kind, error, trace)
+    ) -> None:
+        await self._leaving.__aexit__(kind, error, trace)
 
 
 @asynccontextmanager
