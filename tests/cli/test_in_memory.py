@@ -38,6 +38,9 @@ app = App("cctest-memory")
         ("sweeper",),
         ("dev", "service:app"),
         ("demo",),
+        ("check", "5f0c6a55"),
+        ("pause", "5f0c6a55"),
+        ("audit", "query"),
     ],
 )
 def test_other_processes_are_told_why_they_would_find_nothing(command: tuple[str, ...]):
