@@ -71,7 +71,7 @@ class Crew:
         self._pids.setdefault(group, []).append(process.pid)
 
     async def _make_probe(self, role: str) -> Probe:
-        groups = {"worker": self._pids[role], "peer": self._pids["peer"]}
+        groups = {"worker": self._pids.get(role, []), "peer": self._pids["peer"]}
         if role in WORKERS:
             groups["sweeper"] = self._pids["sweeper"]
         servers = {"rabbitmq": find_rabbitmq(), "postgres": await find_postgres(self.sql)}

@@ -17,6 +17,11 @@ async def fan4(ctx: Context, text: str) -> int:
     return len(await ctx.gather(*(ctx.call(PEER, {"text": text, "number": number}) for number in range(4))))
 
 
+# The same, by how much is kept of what happened; `fan4` itself has the default.
+for level in ("off", "full"):
+    app.task(name=f"fan4_{level}", history=level)(fan4)
+
+
 @app.task
 async def fan1(ctx: Context, text: str) -> int:
     return len(await ctx.call(PEER, {"text": text}))

@@ -9,6 +9,7 @@ from typing import assert_never
 from bench.crew import Crew
 from bench.probes import Cost
 from bench.rows import Kind, Row
+from bench.saves import measure_store
 from bench.storms import cancel_storm, timer_storm
 
 WARM_UP_COUNT = 40
@@ -31,7 +32,9 @@ class Measured:
     per_second: float
     cost: Cost
     latencies_ms: list[float]
-    """Times of one lifecycle at a time; for timers, how late each task ended; for cancels, nothing."""
+    """Times of one lifecycle at a time; for timers, how late each task ended; for cancels, nothing; for the store,
+    times of one operation at a time.
+    """
     idle_cost: Cost | None = None
 
 
@@ -61,6 +64,8 @@ async def measure(crew: Crew, row: Row, plan: Plan) -> Measured:
             storm = await timer_storm(crew, count=count, settle_s=plan.settle_s)
         case Kind.CANCELS:
             storm = await cancel_storm(crew, count=count, settle_s=plan.settle_s)
+        case Kind.STORE:
+            storm = await measure_store(crew, row, count=count)
         case _:
             assert_never(row.kind)
     return Measured(storm.per_second, storm.cost, storm.late_ms)

@@ -48,7 +48,7 @@ class Sheet:
 
 
 def sheets(found: Found, verdicts: Sequence[Verdict]) -> list[Sheet]:
-    made = [_speed(found), _ratios(found), _cost(found), _storms(found), _targets(verdicts)]
+    made = [_speed(found), _ratios(found), _cost(found), _storms(found), _store(found), _targets(verdicts)]
     return [sheet for sheet in made if sheet.lines]
 
 
@@ -109,6 +109,14 @@ def _storms(found: Found) -> Sheet:
             ]
             rate = Spread.of([each.per_second for each in rounds]).written(0)
             sheet.lines.append((name, rate, *(late or ("", ""))))
+    return sheet
+
+
+def _store(found: Found) -> Sheet:
+    sheet = Sheet("The store by itself, one operation at a time", ("row", "p50, ms", "p95, ms", "p99, ms"))
+    for name, rounds in _rounds(found, Kind.STORE):
+        for_each = [[percentile(each.latencies_ms, percent) for each in rounds] for percent in (50, 95, 99)]
+        sheet.lines.append((name, *(Spread.of(times).written(2) for times in for_each)))
     return sheet
 
 

@@ -82,6 +82,10 @@ def _latency_ratio(row: str, to: str, found: Found) -> Spread:
     return Spread.ratio(_p50s(found[row]), _p50s(found[to]))
 
 
+def _percentiles(row: str, percent: float, found: Found) -> Spread:
+    return Spread.of([percentile(each.latencies_ms, percent) for each in found[row]])
+
+
 def _writes(row: str, found: Found) -> Spread:
     return Spread.of([each.cost.write_transactions for each in found[row]])
 
@@ -96,6 +100,11 @@ def _idle_writes(row: str, found: Found) -> Spread:
 def _faster(row: str, to: str, factor: float, name: str) -> Requirement:
     text = f"{row}: throughput at least {factor:g} times {name}"
     return Requirement(text, factor, is_floor=True, rows=(row, to), figure=partial(_rate_ratio, row, to))
+
+
+def _quick(row: str, text: str, limit_ms: float, *, percent: float) -> Requirement:
+    figure = partial(_percentiles, row, percent)
+    return Requirement(f"{row}: {text} {limit_ms:g} ms", limit_ms, is_floor=False, rows=(row,), figure=figure)
 
 
 def _few_writes(row: str, text: str, limit: float, *, is_idle: bool = False) -> Requirement:
@@ -117,4 +126,9 @@ REQUIREMENTS = (
     ),
     _few_writes("no-wait", "no write transaction", NONE_AT_ALL),
     _faster("no-wait", "bare", 0.6, "a bare consume-reply loop on the same client"),
+    _faster("fan-4", "fan-4-off", 0.95, "the same without a history"),
+    _faster("fan-4-full", "fan-4-off", 0.85, "the same without a history"),
+    _quick("append", "p99 of an entry at most", 10, percent=99),
+    _quick("save-100k", "p95 of a save at most", 50, percent=95),
+    _quick("restore-1000", "p99 of a restore at most", 100, percent=99),
 )

@@ -27,10 +27,17 @@ def good() -> Found:
     return {
         "naive": rounds(100, 110),
         "batched": rounds(700, 720),
+        "fan-4-off": rounds(510, 490),
         "fan-4": rounds(500, 480, latency_ms=14),
         "bare": rounds(2000, 2100),
         "no-wait": rounds(1500, 1600, writes=0.0),
+        "fan-4-full": rounds(450, 430),
     }
+
+
+def stored() -> Found:
+    names = ("append", "save-100k", "restore-1000")
+    return {name: [Measured(300, COST, [1.0, 2.0, 9.0])] for name in names}
 
 
 def verdicts(found: Found) -> dict[str, Word]:
@@ -120,7 +127,7 @@ def test_rows_are_measured_in_one_order_and_unknown_ones_are_named() -> None:
 
 
 def test_good_run_shows_all_that_was_measured() -> None:
-    found = verdicts(good())
+    found = verdicts(good() | stored())
 
     assert set(found.values()) == {Word.HOLDS}
 
@@ -128,7 +135,11 @@ def test_good_run_shows_all_that_was_measured() -> None:
 @pytest.mark.parametrize(
     ("row", "worse", "broken_count"),
     [
-        ("fan-4", rounds(300, 300, latency_ms=14), 2),  # too slow for both loops
+        ("fan-4", rounds(300, 300, latency_ms=14), 3),  # too slow for both loops, and for what its history costs
+        ("fan-4-full", rounds(400, 400), 1),
+        ("append", [Measured(9, COST, [1.0, 11.0])], 1),
+        ("save-100k", [Measured(9, COST, [1.0, 51.0])], 1),
+        ("restore-1000", [Measured(9, COST, [1.0, 101.0])], 1),
         ("fan-4", rounds(500, 500, latency_ms=16), 1),
         ("fan-4", rounds(500, 500, writes=0.31), 1),
         ("fan-4", rounds(500, 500, idle_writes=6.5), 1),
@@ -137,11 +148,11 @@ def test_good_run_shows_all_that_was_measured() -> None:
     ],
 )
 def test_each_requirement_can_fail(row: str, worse: list[Measured], broken_count: int) -> None:
-    assert list(verdicts(good() | {row: worse}).values()).count(Word.FAILS) == broken_count
+    assert list(verdicts(good() | stored() | {row: worse}).values()).count(Word.FAILS) == broken_count
 
 
 def test_row_that_was_not_measured_leaves_its_requirements_open() -> None:
-    found = good()
+    found = good() | stored()
     del found["batched"]
 
     assert list(verdicts(found).values()).count(Word.NOT_MEASURED) == 2
@@ -162,15 +173,17 @@ def test_write_transactions_of_a_shared_server_prove_no_failure() -> None:
 
 def test_tables_hold_every_row_and_requirement() -> None:
     found = good() | {"timer-storm": [Measured(300, COST, [1.0, 9.0])], "cancel-storm": [Measured(100, COST, [])]}
+    found |= {"append": stored()["append"]}
     found = {name: rounds[:1] for name, rounds in found.items()}
-    speed, ratios, cost, storms, targets = report.sheets(found, judge(found))
+    speed, ratios, cost, storms, store, targets = report.sheets(found, judge(found))
 
     assert [line[0] for line in speed.lines] == list(good())
     assert {line[0] for line in cost.lines} == found.keys()
     assert storms.lines == [("timer-storm", "300", "1", "9"), ("cancel-storm", "100", "", "")]
+    assert store.lines == [("append", "2.00", "9.00", "9.00")]
     assert len(targets.lines) == len(judge(found))
     assert ("fan-4", "batched", "0.71", "1.40", "1.00") in ratios.lines
-    for sheet in (speed, ratios, cost, storms, targets):
+    for sheet in (speed, ratios, cost, storms, store, targets):
         assert all(len(line) == len(sheet.heads) for line in sheet.lines)
 
 

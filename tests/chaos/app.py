@@ -2,7 +2,7 @@
 
 A result is `{"value": …, "tokens": […]}`. The value follows from the request alone, so that whoever checks can compute
 it. Each run of a step and each answer of a peer has a token of its own; those that went into a result stand in it, so
-that a result built from anything but what was recorded shows.
+that a result built from anything but what was recorded shows. Some handlers keep a full history, some the outcome.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ LONG_S = float(os.environ.get("CHAOS_LONG_S", "2"))
 FOR_EVER_S = 3600
 STUBBORN = Retry(attempts=1000, backoff=0.1)
 
-app = App(SERVICE)
+app = App(SERVICE, history="full")
 ledger = Book(Path(os.environ.get("CHAOS_EVIDENCE", ".")) / f"ledger-{os.getpid()}-{time.time_ns()}.jsonl")
 
 Answer = dict[str, Any]
@@ -90,13 +90,13 @@ async def plain(ctx: Context, n: int) -> Answer:
         return answer(f(n))
 
 
-@app.task(dedup=True)
+@app.task(dedup=True, history="outcome")
 async def deduplicated(ctx: Context, n: int) -> Answer:
     with running(ctx) as run:
         return {"value": f(n), "tokens": run.effect("body")}
 
 
-@app.task
+@app.task(history="outcome")
 async def fan1(ctx: Context, n: int) -> Answer:
     with running(ctx):
         got = await call(ctx, "quick", n)
@@ -120,7 +120,7 @@ async def first(ctx: Context, n: int) -> Answer:
         return answer(got["value"] + more["value"], got, more)
 
 
-@app.task
+@app.task(history="outcome")
 async def quorum(ctx: Context, n: int) -> Answer:
     with running(ctx):
         roles = ("quick", "slow", "twice", "silent")
@@ -165,7 +165,7 @@ async def steps(ctx: Context, n: int) -> Answer:
         return answer(five["value"], one, two, three, four, five)
 
 
-@app.task(retry=Retry(attempts=3, backoff=0.1))
+@app.task(retry=Retry(attempts=3, backoff=0.1), history="outcome")
 async def flaky(ctx: Context, n: int) -> Answer:
     """Fails twice; what it recorded before stays recorded."""
     with running(ctx) as run:
@@ -208,7 +208,7 @@ async def sleepy(ctx: Context, n: int) -> Answer:
         return answer(f(n))
 
 
-@app.task
+@app.task(history="outcome")
 async def silent(ctx: Context, n: int) -> Answer:
     with running(ctx):
         try:
@@ -230,7 +230,7 @@ async def refused(ctx: Context, n: int) -> Answer:
         raise AssertionError("nobody has answered, and that was an answer")
 
 
-@app.task
+@app.task(history="outcome")
 async def long(ctx: Context, n: int) -> Answer:
     """A step so long that the run lives by its lease alone."""
     with running(ctx) as run:
@@ -255,7 +255,7 @@ async def sending(ctx: Context, n: int) -> Answer:
         return answer(got["value"], got)
 
 
-@app.task
+@app.task(history="outcome")
 async def killer(ctx: Context, n: int) -> Answer:
     """Takes its process with it, every time."""
     with running(ctx) as run:

@@ -10,7 +10,7 @@ on the directory alone. It exits with 1 if anything is wrong, and says which tas
     peer-*.jsonl          asked, answered, failed, strayed
     ledger-*.jsonl        begin and end of every run of a handler, every effect of a step
     events.jsonl          what the trial did to its processes, and unfinished tasks it found without a waker
-    rows-*.jsonl          task, call, journal: the final rows
+    rows-*.jsonl          task, call, journal, history: the final rows
     queues.json, dead.jsonl
 """
 
@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import struct
 import sys
+import uuid
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +42,7 @@ Line = dict[str, Any]
 MODULUS = 100_003
 COMPLAINTS = ("orphans_repaired", "broker_task_crashed", "sweep_surprised")
 KINDS_WITHOUT_A_ROW = ("plain", "bad")
+ENDS = ("done", "failed", "cancelled")
 
 
 def f(n: int) -> int:
@@ -99,6 +102,7 @@ class Evidence:
     queues: dict[str, int]
     dead: list[Line]
     logged: list[str] = field(default_factory=list)
+    history: list[Line] = field(default_factory=list)
 
     @classmethod
     def load(cls, directory: Path) -> Evidence:
@@ -114,6 +118,7 @@ class Evidence:
             queues=json.loads((directory / "queues.json").read_text()),
             dead=_lines(directory, "dead.jsonl"),
             logged=_complaints(directory),
+            history=_lines(directory, "rows-history.jsonl"),
         )
 
     @cached_property
@@ -160,6 +165,10 @@ class Evidence:
     @cached_property
     def journal_of(self) -> dict[str, list[Line]]:
         return _grouped(self.journal, "task_id")
+
+    @cached_property
+    def history_of(self) -> dict[str, list[Line]]:
+        return _grouped(sorted(self.history, key=lambda line: line["number"]), "task_id")
 
     @cached_property
     def answers(self) -> dict[str, set[str]]:
@@ -377,7 +386,7 @@ def check_ended(evidence: Evidence) -> Iterator[Violation]:
     """Nothing is unfinished, and no task was run for nobody."""
     for task in evidence.tasks:
         name = evidence.name(task["id"])
-        if task["state"] not in ("done", "failed", "cancelled"):
+        if task["state"] not in ENDS:
             yield Violation("unfinished", name, f"{task['handler']} is {task['state']}, epoch {task['epoch']}")
         asked = task["identity"] in evidence.sends or task["identity"] in evidence.call_by_id
         if not asked and not (task["identity"] is None and task["state"] == "cancelled"):
@@ -420,6 +429,60 @@ def check_queues(evidence: Evidence) -> Iterator[Violation]:
         yield Violation("not_buried", subject, "a bad message was taken and is not in the dead letters")
 
 
+def check_chains(evidence: Evidence) -> Iterator[Violation]:
+    """Each history is a chain in which no entry is altered, missing, out of order or added; its task's row says how
+    many there are and with which hash they end.
+    """
+    for task_id, entries in evidence.history_of.items():
+        previous = bytes(32)
+        for number, entry in enumerate(entries, start=1):
+            data = None if entry["data"] is None else bytes.fromhex(entry["data"])
+            is_whole = data is None or hashlib.sha256(data).hexdigest() == entry["digest"]
+            previous = _hash_of(entry, previous)
+            if entry["number"] != number or not is_whole or previous.hex() != entry["hash"]:
+                text = f"entry {number} ({entry['kind']}) does not follow from the one before it"
+                yield Violation("chain_broken", evidence.name(task_id), text)
+                break
+    for task in evidence.tasks:
+        entries = evidence.history_of.get(task["id"], [])
+        stands = (len(entries), entries[-1]["hash"] if entries else None)
+        if stands != (task["entry_count"], task["head"]):
+            text = f"its row knows {task['entry_count']} entries up to {task['head']}, there are {stands[0]}"
+            yield Violation("chain_broken", evidence.name(task["id"]), f"{text} up to {stands[1]}")
+
+
+def _hash_of(entry: Line, previous: bytes) -> bytes:
+    """SHA-256 over all fields, each after its length in four bytes; a field that is missing has the length 2^32 - 1."""
+    told = (entry[name] for name in ("number", "kind", "at_us", "replica", "epoch", "actor", "key"))
+    texts = [None if it is None else str(it).encode("utf-8", "surrogatepass") for it in told]
+    task_id, digest = uuid.UUID(entry["task_id"]).bytes, bytes.fromhex(entry["digest"])
+    fields = [b"coatcheck.history.1", task_id, *texts, digest, previous]
+    parts = (b"\xff" * 4 if it is None else struct.pack(">I", len(it)) + it for it in fields)
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def check_stories(evidence: Evidence) -> Iterator[Violation]:
+    """A history begins once and ends once: `accepted` is first, how the task ended is last. `pruned` follows where
+    the row is gone.
+
+    All handlers of the trial keep one. A task that was cancelled before its request came has no handler.
+    """
+    kept = {task["id"] for task in evidence.tasks if task["identity"] is not None and task["state"] in ENDS}
+    for task_id in sorted(kept | evidence.history_of.keys()):
+        kinds = [entry["kind"] for entry in evidence.history_of.get(task_id, ())]
+        if task_id in evidence.task_by_id and task_id not in kept:
+            continue  # it has not ended, which is a violation of its own
+        task = evidence.task_by_id.get(task_id)
+        story = kinds[:-1] if task is None and kinds[-1:] == ["pruned"] else kinds
+        begins = [number for number, kind in enumerate(story, start=1) if kind == "accepted"]
+        ends = [number for number, kind in enumerate(story, start=1) if kind in ("finished", "cancelled")]
+        if begins != [1] or ends != [len(story)] or (task is None and story == kinds):
+            text = f"its history begins at {begins} and ends at {ends}: {' '.join(kinds)}"
+            yield Violation("story_wrong", evidence.name(task_id), text)
+        if task is not None and ends and (task["state"] == "cancelled") != (story[ends[-1] - 1] == "cancelled"):
+            yield Violation("story_wrong", evidence.name(task_id), f"{task['state']}, and its history says {story[-1]}")
+
+
 RULES = (
     check_results,
     check_rows_agree,
@@ -430,6 +493,8 @@ RULES = (
     check_ended,
     check_processes,
     check_queues,
+    check_chains,
+    check_stories,
 )
 
 
@@ -454,6 +519,8 @@ def figures(evidence: Evidence) -> dict[str, int]:
         "results delivered again, unchanged": sum(len(it) - 1 for it in evidence.replies.values()),
         "task rows": len(evidence.tasks),
         "call rows": len(evidence.calls),
+        "histories": len(evidence.history_of),
+        "entries of histories": len(evidence.history),
         "questions to peers": sum(line["what"] == "asked" for line in evidence.peers),
         "answers of peers": sum(line["what"] in ("answered", "failed") for line in evidence.peers),
         "runs of handlers": sum(line["what"] == "begin" for line in evidence.ledger),
@@ -470,10 +537,14 @@ def figures(evidence: Evidence) -> dict[str, int]:
 
 ROWS = {
     "task": """SELECT id::text, identity, handler, state, epoch, checkpoint, seq, value,
+                      entry_count, encode(head, 'hex') AS head,
                       extract(epoch FROM finished_at)::float8 AS finished_at FROM coatcheck.task""",
     "call": """SELECT id::text, task_id::text, key, kind, peer, state, seq, value, is_forgotten FROM coatcheck.call""",
     "journal": """SELECT task_id::text, seq, key, kind, is_ok, is_forgotten, value,
                          extract(epoch FROM recorded_at)::float8 AS recorded_at FROM coatcheck.journal""",
+    "history": """SELECT task_id::text, number, kind, (extract(epoch FROM at) * 1000000)::bigint AS at_us, replica,
+                         epoch, actor, key, encode(data, 'hex') AS data, encode(digest, 'hex') AS digest,
+                         encode(hash, 'hex') AS hash FROM coatcheck.history""",
 }
 WITHOUT_WAKER = """
     SELECT t.id::text FROM coatcheck.task t
@@ -491,7 +562,7 @@ async def collect(directory: Path, *, store: str, broker: str) -> None:
         for name, query in ROWS.items():
             with (directory / f"rows-{name}.jsonl").open("w") as file:
                 for row in await connection.fetch(query):
-                    file.write(json.dumps(dict(row) | {"value": _readable(row["value"])}) + "\n")
+                    file.write(json.dumps(dict(row) | {"value": _readable(row.get("value"))}) + "\n")
     finally:
         await connection.close()
     facts = json.loads((directory / "facts.json").read_text())

@@ -8,8 +8,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from tests.chaos import checker
@@ -17,9 +19,12 @@ from tests.chaos.checker import Evidence, check, f, figures
 from tests.chaos.crew import ROOT
 
 from coatcheck.broker import Message, Outgoing, connect
+from coatcheck.store import chain
+from coatcheck.store.rows import NewHistory
 
 SERVICE = "chaos"
-TASK, CALL, RUN = "task-1", "call-1", "run-1"
+TASK, CALL, RUN = "5f0c6a55-0000-4000-8000-000000000001", "call-1", "run-1"
+GONE = "5f0c6a55-0000-4000-8000-000000000002"
 
 
 def sound() -> Evidence:
@@ -27,6 +32,8 @@ def sound() -> Evidence:
     result = json.dumps({"value": f(f(7 + 1) + 1) + 1, "tokens": ["one", "two", "three", "four", "five"]})
     cancelled = json.dumps({"code": "cancelled"})
     malformed = json.dumps({"code": "malformed_message"})
+    story = _history(TASK, "accepted", "recorded", "opened", "finished")
+    stands = {"entry_count": len(story), "head": story[-1]["hash"]}
     return Evidence(
         facts={"service": SERVICE, "dead": "chaos.dead", "queues": [], "lease_s": 3.0, "max_pickups": 5},
         clients=[
@@ -53,7 +60,7 @@ def sound() -> Evidence:
             {"at": 1.3, "what": "effect", "run": RUN, "task": TASK, "identity": "a", "key": "five", "token": "five"},
         ],
         events=[{"at": 1.0, "what": "died", "name": "worker-0", "role": "worker", "why": "killed", "pid": 1}],
-        tasks=[_task(TASK, "a", "steps", "done", result), _task("task-c", None, None, "cancelled", cancelled)],
+        tasks=[_task(TASK, "a", "steps", "done", result) | stands, _task("task-c", None, None, "cancelled", cancelled)],
         calls=[
             _call(CALL, seq=2, value=json.dumps({"tokens": ["two"]})),
             _call("call-2", seq=4, value=json.dumps({"tokens": ["four"]})),
@@ -65,6 +72,7 @@ def sound() -> Evidence:
             {"correlation_id": "stray", "reason": "unknown_call", "detail": ""},
             {"correlation_id": "d", "reason": "undecodable", "detail": ""},
         ],
+        history=[*story, *_history(GONE, "accepted", "cancelled", "pruned")],
     )
 
 
@@ -96,7 +104,31 @@ def _task(task: str, identity: str | None, handler: str | None, state: str, valu
         "seq": 6,
         "value": value,
         "finished_at": 8.0,
+        "entry_count": 0,
+        "head": None,
     }
+
+
+def _history(task: str, *kinds: str) -> list[dict[str, Any]]:
+    """A chain as the store makes it, in the words of the checker."""
+    at = datetime(2026, 11, 18, 8, 30, 0, 123456, tzinfo=UTC)
+    drafts = [NewHistory(kind, "ada" if kind == "accepted" else None, None, kind.encode()) for kind in kinds]
+    entries, _ = chain.append(UUID(task), drafts, number=0, head=None, at=at, replica="worker-é", epoch=1)
+    return [
+        {
+            "task_id": task,
+            "at_us": int(at.timestamp()) * 1_000_000 + at.microsecond,
+            **{name: getattr(one, name) for name in ("number", "kind", "replica", "epoch", "actor", "key")},
+            **{name: getattr(one, name).hex() for name in ("data", "digest", "hash")},
+        }
+        for one in entries
+    ]
+
+
+def _rewrite(evidence: Evidence, *kinds: str) -> None:
+    """Replace the history by a chain that holds, and that its row knows."""
+    evidence.history[:] = _history(TASK, *kinds)
+    evidence.tasks[0] |= {"entry_count": len(kinds), "head": evidence.history[-1]["hash"] if kinds else None}
 
 
 def _call(call: str, *, seq: int, value: str | None) -> dict[str, Any]:
@@ -259,6 +291,82 @@ def lose_a_stray_answer(it: Evidence) -> None:
     it.dead.pop(0)
 
 
+def alter_an_entry(it: Evidence) -> None:
+    it.history[1]["replica"] = "worker-9"
+
+
+def alter_the_data_of_an_entry(it: Evidence) -> None:
+    it.history[1]["data"] = b"another".hex()
+
+
+def move_the_time_of_an_entry(it: Evidence) -> None:
+    it.history[1]["at_us"] += 1
+
+
+def name_an_actor_where_none_was(it: Evidence) -> None:
+    it.history[1]["actor"] = ""
+
+
+def remove_an_entry(it: Evidence) -> None:
+    it.history.pop(1)
+
+
+def remove_the_first_entry(it: Evidence) -> None:
+    it.history.pop(0)
+
+
+def swap_two_entries(it: Evidence) -> None:
+    it.history[1]["number"], it.history[2]["number"] = 3, 2
+
+
+def insert_an_entry(it: Evidence) -> None:
+    it.history.insert(2, it.history[1] | {"kind": "user:approval", "number": 3})
+    it.history[3]["number"], it.history[4]["number"] = 4, 5
+    it.tasks[0]["entry_count"] = 5
+
+
+def cut_the_tail_off(it: Evidence) -> None:
+    it.history.pop(3)
+
+
+def remove_the_history(it: Evidence) -> None:
+    it.history[:] = []
+
+
+def take_the_history_of_another(it: Evidence) -> None:
+    it.history[:] = [line | {"task_id": TASK} for line in _history(GONE, "accepted", "finished")]
+    it.tasks[0] |= {"entry_count": 2, "head": it.history[-1]["hash"]}
+
+
+def end_without_an_entry(it: Evidence) -> None:
+    _rewrite(it, "accepted", "recorded")
+
+
+def end_twice(it: Evidence) -> None:
+    _rewrite(it, "accepted", "finished", "finished")
+
+
+def go_on_after_the_end(it: Evidence) -> None:
+    _rewrite(it, "accepted", "finished", "recorded")
+
+
+def begin_twice(it: Evidence) -> None:
+    _rewrite(it, "accepted", "accepted", "finished")
+
+
+def begin_with_nothing(it: Evidence) -> None:
+    _rewrite(it, "recorded", "finished")
+
+
+def say_cancelled_of_what_is_done(it: Evidence) -> None:
+    _rewrite(it, "accepted", "cancelled")
+
+
+def keep_no_history(it: Evidence) -> None:
+    it.history[:] = []
+    it.tasks[0] |= {"entry_count": 0, "head": None}
+
+
 @pytest.mark.parametrize(
     ("doctor", "rule"),
     [
@@ -296,6 +404,25 @@ def lose_a_stray_answer(it: Evidence) -> None:
         (bury_for_another_reason, "dead_unexplained"),
         (lose_a_bad_message, "not_buried"),
         (lose_a_stray_answer, "not_buried"),
+        (alter_an_entry, "chain_broken"),
+        (alter_the_data_of_an_entry, "chain_broken"),
+        (move_the_time_of_an_entry, "chain_broken"),
+        (name_an_actor_where_none_was, "chain_broken"),
+        (remove_an_entry, "chain_broken"),
+        (remove_the_first_entry, "chain_broken"),
+        (swap_two_entries, "chain_broken"),
+        (insert_an_entry, "chain_broken"),
+        (cut_the_tail_off, "chain_broken"),
+        (remove_the_history, "chain_broken"),
+        (take_the_history_of_another, "chain_broken"),
+        (end_without_an_entry, "story_wrong"),
+        (end_twice, "story_wrong"),
+        (go_on_after_the_end, "story_wrong"),
+        (begin_twice, "story_wrong"),
+        (begin_with_nothing, "story_wrong"),
+        (say_cancelled_of_what_is_done, "story_wrong"),
+        (keep_no_history, "story_wrong"),
+        (lose_the_row, "story_wrong"),
     ],
 )
 def test_doctored_evidence_is_caught(doctor: Doctor, rule: str) -> None:
@@ -411,6 +538,7 @@ def _write(evidence: Evidence, directory: Path) -> None:
         "rows-task": evidence.tasks,
         "rows-call": evidence.calls,
         "rows-journal": evidence.journal,
+        "rows-history": evidence.history,
         "dead": evidence.dead,
     }
     for name, lines in books.items():

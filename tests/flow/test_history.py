@@ -1,11 +1,13 @@
 """What a task's history says after real processes and real servers have had their way with it."""
 
+from datetime import timedelta
 from uuid import UUID
 
 from tests.flow.harness import Rig
 from tests.flow.test_killing import Fleet
 
-from coatcheck.store import TaskState, chain, decode
+from coatcheck.store import TaskState, chain, decode, encode
+from coatcheck.store.rows import CancelAsk, Chain, HistoryLevel
 
 
 async def told(rig: Rig, task_id: UUID) -> list[tuple[str, str, int]]:
@@ -60,3 +62,20 @@ async def test_history_says_which_replica_took_over_from_one_that_was_killed(rig
     assert kinds == ["accepted", "opened", "parked", "claimed", "resumed", "taken_over", "finished"]
     assert [epoch for _, _, epoch in story] == [1, 1, 1, 1, 2, 3, 3]
     assert story[-1][1] == story[-2][1] != story[-3][1]
+
+
+async def test_off_keeps_no_history_of_any_task(rig: Rig) -> None:
+    peer, requester = await rig.peer(), await rig.requester()
+    fleet = Fleet(rig, peer.queue)
+    await fleet.start("only", COATCHECK_HISTORY="off")
+
+    answered, given_up = [await requester.send(fleet.service, topic, type="once") for topic in ("owls", "bats")]
+    questions = {asked.body: asked for asked in await peer.asked(2)}
+    tasks = {task.correlation_id: task for task in await rig.task(TaskState.PARKED, count=2)}
+    await rig.store.cancel(CancelAsk(fleet.service, tasks[given_up].task_id, lambda _: encode({}), timedelta(days=1)))
+    await questions["owls"].reply("hoo")
+    assert await requester.reply(answered) == "hoo"
+
+    (done,), (cancelled,) = await rig.task(TaskState.DONE), await rig.task(TaskState.CANCELLED)
+    assert (done.chain, cancelled.chain) == (Chain(HistoryLevel.OFF), Chain(HistoryLevel.OFF))
+    assert await (await rig.sql()).fetchval("SELECT count(*) FROM coatcheck.history") == 0

@@ -197,10 +197,9 @@ class Plan:
         """Have the task's history tell of its grant, if that comes about and its level is high enough."""
         chain = seen.chain
         was = TASK_STATES[seen.task_state] if isinstance(seen, Called) else seen.state
-        if chain.level is not HistoryLevel.OFF:
-            draft = history.of_grant(trigger=trigger, was=was, key=key)
-            if history.is_kept(draft.kind, chain.level):
-                self._telling(seen, chain).if_granted = draft
+        draft = history.of_grant(chain.level, trigger=trigger, was=was, key=key)
+        if draft is not None:
+            self._telling(seen, chain).if_granted = draft
 
     def tell_claim(self, call: Called, arrival: Arrival, state: CallState) -> None:
         chain = call.chain

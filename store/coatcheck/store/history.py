@@ -140,10 +140,10 @@ def of_claim(state: CallState, value: bytes, *, peer: str, key: str, has_values:
     return NewHistory(kind, peer or None, key, data)
 
 
-def of_grant(*, trigger: str, was: TaskState, key: str | None = None) -> NewHistory:
+def of_grant(level: HistoryLevel, *, trigger: str, was: TaskState, key: str | None = None) -> NewHistory | None:
     """A task was picked up. One that was running is taken from the replica that had it."""
     kind = TAKEN_OVER if was is TaskState.RUNNING else RESUMED
-    return NewHistory(kind, None, key, encode({"trigger": trigger}))
+    return NewHistory(kind, None, key, encode({"trigger": trigger})) if is_kept(kind, level) else None
 
 
 def of_cancel(task: Task, ask: CancelAsk) -> list[NewHistory]:
