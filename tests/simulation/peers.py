@@ -18,7 +18,7 @@ from coatcheck.broker.wire import Progress, make_error, make_problem, make_progr
 class Peer:
     """Takes whatever arrives, at once, and answers in its own time."""
 
-    has_room = True
+    has_room = is_alive = True
 
     def __init__(self, queue: str, server: Server) -> None:
         self.queue = queue
