@@ -183,7 +183,7 @@ def cells_of(line: Line, now: datetime, limit: int | None, *, day_of: datetime) 
     is_open = line.state is CallState.OPEN
     notes = [describe_progress(line.progress)] if is_open and line.progress else []
     notes += ["not known to be sent"] if is_open and not line.is_sent and line.kind.is_published else []
-    notes += ["forgotten: a retry does it again"] if line.is_forgotten else []
+    notes += ["forgotten: it is done again"] if line.is_forgotten else []
     value = _value_of(line, LONGEST_CELL if limit else None)
     # A step's row is written when it ends, so there is no telling how long it took.
     took = duration((line.closed_at or now) - line.opened_at) if line.call_id is not None else ""
