@@ -337,3 +337,26 @@ async def test_order_is_told_in_the_history(store):
     after = await get(store, task.task_id)
     assert after.entry_count == task.entry_count + 1
     assert after.head is not None
+
+
+async def test_fork_that_is_refused_leaves_no_entry_in_the_history_of_the_task_that_has_its_id(store):
+    task, _ = await story(store, birth(history=HistoryLevel.OUTCOME))
+    other = await start(store, birth(history=HistoryLevel.OFF))
+
+    refused = await order(store, Fork, task, at=1, new_task_id=other.task_id)
+
+    assert isinstance(refused, OrderRefused) and refused.code == "exists"
+    assert await store.read_history(other.task_id) == []
+    assert await get(store, other.task_id) == other
+
+
+async def test_redo_of_damage_forgets_no_pause(store):
+    task = await start(store)
+    await written(store, put_of(task, going(), entries=(entry("a"),)))
+    task = await get(store, task.task_id)
+    await order(store, Pause, task)
+
+    await order(store, Rewind, task, to="before:a", epoch=task.epoch, is_damage=True)
+
+    redone = await get(store, task.task_id)
+    assert (redone.state, redone.is_pausing) == (TaskState.RUNNING, True)

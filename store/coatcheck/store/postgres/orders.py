@@ -37,14 +37,17 @@ async def order(connection: Connection, order: Order, *, author: Author) -> Orde
         return deed if isinstance(deed, OrderRefused) else deed.done
     reach("before_order")
     entries, chain = author.tell(deed.task.task_id, deed.drafts, at=deed.task.chain, epoch=deed.task.epoch)
-    await tell(connection, [Told(deed.task.task_id, entry) for entry in entries])
     task = replace(deed.task, entry_count=chain.count, head=chain.head)
     if isinstance(order, Fork):
-        return await _fork(connection, deed, task, order, author.replica)
-    cancels = await _forget(connection, deed)
-    await _supersede(connection, deed.superseding, task, author.replica)
-    await _write(connection, deed, task)
-    return replace(deed.done, cancels=tuple(cancels))
+        done = await _fork(connection, deed, task, order, author.replica)
+    else:
+        cancels = await _forget(connection, deed)
+        await _supersede(connection, deed.superseding, task, author.replica)
+        await _write(connection, deed, task)
+        done = replace(deed.done, cancels=tuple(cancels))
+    if isinstance(done, OrderDone):
+        await tell(connection, [Told(task.task_id, entry) for entry in entries])
+    return done
 
 
 async def find_for_order(connection: Connection, wanted: Filter, *, limit: int) -> list[TaskId]:
