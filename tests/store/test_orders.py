@@ -345,7 +345,8 @@ async def test_fork_that_is_refused_leaves_no_entry_in_the_history_of_the_task_t
 
     refused = await order(store, Fork, task, at=1, new_task_id=other.task_id)
 
-    assert isinstance(refused, OrderRefused) and refused.code == "exists"
+    assert isinstance(refused, OrderRefused)
+    assert refused.code == "exists"
     assert await store.read_history(other.task_id) == []
     assert await get(store, other.task_id) == other
 
