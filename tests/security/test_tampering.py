@@ -440,6 +440,59 @@ async def test_first_entry_that_is_left_after_retention_is_still_checked(scene: 
     assert kinds_of(await scene.verify()) == {FlawKind.ENTRY_ALTERED}
 
 
+async def test_history_that_retention_removes_while_an_audit_reads_is_no_flaw(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    read, gone = scene.store.read_chains, scene.tasks[1]
+
+    async def remove_then_read(**wanted: Any) -> Any:
+        monkeypatch.undo()
+        await scene.add(scene.tasks[0], 1)
+        await Sealer(scene.store, KEY, keep=timedelta()).seal()
+        await scene.sql.execute("DELETE FROM coatcheck.history WHERE task_id = $1", gone)
+        await scene.sql.execute("DELETE FROM coatcheck.task WHERE id = $1", gone)
+        return await read(**wanted)
+
+    monkeypatch.setattr(scene.store, "read_chains", remove_then_read)
+
+    assert (await scene.verify()).flaws == ()
+
+
+async def test_history_that_is_gone_though_no_later_seal_lets_it_go_is_a_flaw(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    read, gone = scene.store.read_chains, scene.tasks[1]
+
+    async def remove_then_read(**wanted: Any) -> Any:
+        monkeypatch.undo()
+        await scene.add(scene.tasks[0], 1)
+        await Sealer(scene.store, SealKey.generate(), keep=timedelta()).seal()  # forged: verify has another key
+        await scene.sql.execute("DELETE FROM coatcheck.history WHERE task_id = $1", gone)
+        return await read(**wanted)
+
+    monkeypatch.setattr(scene.store, "read_chains", remove_then_read)
+
+    report = await scene.verify()
+    assert [(flaw.kind, flaw.task_id) for flaw in report.flaws] == [(FlawKind.TASK_MISSING, gone)]
+    assert report.flaw_count == 1
+
+
+async def test_seal_that_is_made_while_an_audit_reads_is_not_part_of_it(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    read = scene.store.read_seals
+
+    async def seal_then_read(**wanted: Any) -> Any:
+        monkeypatch.undo()
+        await scene.add(scene.tasks[0], 1)
+        await scene.seal()
+        return await read(**wanted)
+
+    monkeypatch.setattr(scene.store, "read_seals", seal_then_read)
+
+    report = await scene.verify()
+    assert report.flaws == ()
+    assert (report.seal_count, report.unsealed_count) == (2, 1)
+
+
 async def test_part_of_sql_that_retention_uses_lets_go_of_nothing_that_is_not_sealed_away(scene: Scene):
     from coatcheck.store.postgres.sql import PARTS
 
