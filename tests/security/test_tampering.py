@@ -7,6 +7,7 @@ Two tasks with three entries each are sealed twice. Then something is changed be
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -668,6 +669,70 @@ async def test_webhook_gets_each_seal_and_only_a_2xx_counts(scene: Scene):
     assert [(key, document["number"]) for key, document in hook.posts] == [("coatcheck-seal-1", 1)] * 3
     with pytest.raises(SinkUnavailable, match="cannot be reached"):
         await sink.write(seal)
+
+
+async def test_webhook_that_speaks_no_http_refuses_and_no_secret_is_told(scene: Scene):
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"NONSENSE\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    [seal, _] = await scene.store.read_seals()
+
+    for query in ("", "?sig=s3cret and a blank"):
+        [sink] = parse_sinks(f"http://127.0.0.1:{port}/seals{query}")
+        with pytest.raises(SinkUnavailable, match="cannot be used") as raised:
+            await sink.write(seal)
+        assert "s3cret" not in str(raised.value)
+    server.close()
+
+
+async def test_webhook_is_told_the_password_of_its_address(scene: Scene):
+    heads = list[str]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(b"HTTP/1.1 204 Kept\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    [sink] = parse_sinks(f"http://me:s3%2Fcret@127.0.0.1:{port}/seals")
+    [seal, _] = await scene.store.read_seals()
+    await sink.write(seal)
+    server.close()
+
+    assert f"Authorization: Basic {base64.b64encode(b'me:s3/cret').decode()}" in heads[0]
+    assert "cret" not in sink.name
+
+
+class Slow(Stubborn):
+    """A sink that takes a minute for each seal."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.now_s = 0.0
+
+    async def write(self, seal: Seal) -> None:
+        self.now_s += 60
+        await super().write(seal)
+
+
+async def test_sink_that_is_slow_or_far_behind_keeps_no_seal_from_being_made(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    sink = Slow()
+    monkeypatch.setattr("coatcheck.worker.sealing.time.monotonic", lambda: sink.now_s)
+    sealer = Sealer(scene.store, KEY, sinks=[sink])
+
+    await sealer.seal()
+    assert sink.taken == [1]
+    await sealer.seal()
+    assert sink.taken == [1, 2]
 
 
 # --- in memory ---

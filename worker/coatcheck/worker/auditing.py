@@ -14,7 +14,7 @@ from uuid import UUID
 from coatcheck.errors import InvalidSettings
 from coatcheck.store.audits import LAST_TASK, ChainPage, EntryFilter
 from coatcheck.store.chain import GENESIS, HistoryEntry
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
 from coatcheck.store.rows import Value
 from coatcheck.store.seals import Leaf, Proof, PublicKey, Seal, decode_key, prove
 from coatcheck.store.verification import ChainCheck, Flaw, FlawKind, Flaws, SealCheck
