@@ -63,6 +63,10 @@ def test_broker_is_exposed_without_verified_tls(broker: str, words: str | None):
     assert all(words in each.risk for each in found if words)
 
 
+def test_store_in_memory_is_not_exposed():
+    assert not find_exposures(Settings(broker="memory://", store="memory://"))
+
+
 @pytest.mark.parametrize(
     ("store", "words"),
     [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -14,10 +15,27 @@ from tests.simulation.world import Process, World
 
 from coatcheck.broker.port import Message, Outgoing
 from coatcheck.store import CallState, TaskState, chain
+from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow
 from coatcheck.store.rows import FINAL_STATES, CallId, HistoryLevel, Task, TaskId
 from coatcheck.worker.messages import task_id_of, to_body
 from coatcheck.worker.phases import Phase
+
+BY_ORDER = ("rewound", "retried", "paused", "unpaused", "damaged")
+"""What takes a task into another epoch, or back from its end."""
+
+
+def _is_told_to_be_over(told: Sequence[HistoryEntry]) -> bool | None:
+    """Whether a history says that its task has ended; None: it says so twice, without an order in between."""
+    is_over = False
+    for entry in told:
+        if entry.kind in ("finished", "cancelled"):
+            if is_over:
+                return None
+            is_over = True
+        elif entry.kind in BY_ORDER:
+            is_over = False
+    return is_over
 
 
 class Judge:
@@ -72,10 +90,9 @@ class Judge:
             self.world.complain(f"the history of task {_short(task_id)} is broken at entry {bad}")
         self._chains[task_id] = (len(told), told[-1].hash)
         kinds = Counter(entry.kind for entry in told)
-        is_over = task.state in FINAL_STATES
-        if (kinds["accepted"], kinds["finished"] + kinds["cancelled"]) != (1, int(is_over)):
+        if (kinds["accepted"] + kinds["forked"], _is_told_to_be_over(told)) != (1, task.state in FINAL_STATES):
             self.world.complain(f"task {_short(task_id)} is {task.state}, and its history says {dict(kinds)}")
-        granted = kinds["resumed"] + kinds["taken_over"] + kinds["cancelled"]
+        granted = sum(kinds[kind] for kind in ("resumed", "taken_over", "cancelled", *BY_ORDER))
         if task.history is HistoryLevel.FULL and granted < task.epoch - 1:
             self.world.complain(f"task {_short(task_id)} has epoch {task.epoch}, and its history says {dict(kinds)}")
 

@@ -173,11 +173,23 @@ def test_bad_value_is_refused_with_variable_value_and_limit(variable, written, t
         ({"health_host": " "}, "health_host= : must be a text"),
         ({"checkpoint_warn": "3MB"}, "checkpoint_warn=3145728: must not exceed checkpoint_refuse=2097152"),
         ({"keep_failures": "1h"}, "keep_failures=1h: must not be shorter than dedup_window=1d"),
+        ({"store": "memory://"}, "store=memory://: its tasks live in this process, and broker=pg:// would"),
+        (
+            {"store": "memory://", "broker": "amqp://me:secret@host/"},
+            r"broker=amqp://me:\*\*\*@host/ would .*set COATCHECK_BROKER=memory://, or keep tasks in Postgres",
+        ),
+        ({"broker": "memory://", "processes": 2}, "processes=2: must be 1 with broker=memory://"),
+        ({"broker": "memory://", "processes": "auto"}, "processes=auto: must be 1 with broker=memory://"),
     ],
 )
 def test_bad_override_is_refused_by_its_name(overrides, text):
     with pytest.raises(InvalidSettings, match=text):
         load(**overrides)
+
+
+@pytest.mark.parametrize("store", ["memory://", "memory://mine", "postgresql://localhost/db", "embedded://"])
+def test_broker_in_memory_may_have_any_store(store):
+    assert load(broker="memory://", store=store).store == store
 
 
 def test_required_field_cannot_be_none():

@@ -1,9 +1,9 @@
-"""The in-memory adapter: the port's promises inside one process, for tests and simulation.
+"""The in-memory adapter: the port's promises inside one process, for programs without servers, tests and simulation.
 
 Brokers with the same URL share one `MemoryServer`, as if they were connected to the same machine. It keeps the
 semantics that matter: messages stay in the server until acked, a lost consumer gives them back marked as redelivered,
 deliveries are counted, a message over the limit goes to the dead queue, prefetch bounds what is out, an unknown queue
-is NO_ROUTE. What it cannot keep is durability.
+is NO_ROUTE. What it cannot keep is durability: a server lives as long as its process.
 
 Three ways to fail on purpose: `cut()` loses the connection for a moment, `go_dark()` until `come_back()`, and a queue
 under `MemoryServer.limit` refuses what it has no room for.
@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
@@ -119,7 +118,8 @@ class MemoryServer:
     def dispatch(self, queue: _Queue) -> None:
         """Hand ready messages to consumers with room, in turn."""
         while queue.ready:
-            candidates = queue.consumers[:1] if queue.is_single_active else queue.consumers
+            living = [consumer for consumer in queue.consumers if consumer.is_alive]
+            candidates = living[:1] if queue.is_single_active else living
             with_room = [consumer for consumer in candidates if consumer.has_room]
             if not with_room:
                 return
@@ -127,7 +127,22 @@ class MemoryServer:
             with_room[queue.turn % len(with_room)].push(queue.ready.popleft())
 
 
-_servers: WeakValueDictionary[str, MemoryServer] = WeakValueDictionary()
+_SERVERS: dict[str, MemoryServer] = {}
+
+
+def find_server(url: str) -> MemoryServer:
+    """The server of this URL, made at the first call. It lives as long as the process, or until it is removed."""
+    return _SERVERS.setdefault(url, MemoryServer())
+
+
+def add_server(url: str, server: MemoryServer) -> None:
+    """Let brokers of this URL connect to a server of your own."""
+    _SERVERS[url] = server
+
+
+def remove_server(url: str) -> None:
+    """Forget the server of this URL. Brokers that are connected to it keep it. Repeating it is harmless."""
+    _SERVERS.pop(url, None)
 
 
 # --- deliveries and consumers ---
@@ -257,6 +272,11 @@ class MemoryConsumer(_Holder, Consumer):
         self._is_stopped = False
 
     @property
+    def is_alive(self) -> bool:
+        """Whether its event loop can still take deliveries: a client that was never closed stays behind without one."""
+        return not self._loop.is_closed()
+
+    @property
     def has_room(self) -> bool:
         return len(self.session.unacked) < self.prefetch
 
@@ -324,7 +344,7 @@ class MemoryBroker(Broker):
 
     def __init__(self, url: str, settings: BrokerSettings) -> None:
         self.stats = BrokerStats()
-        self.server = _servers.setdefault(url, MemoryServer())
+        self.server = find_server(url)
         self.max_body = settings.max_body
         self._settings = settings
         self._is_up = asyncio.Event()

@@ -115,7 +115,7 @@ def demo(
     Example:
       coatcheck demo --tasks 1000 --replicas 5
     """
-    settings = load_settings()
+    settings = load_settings(broker=None, store=None)  # it uses those of the environment, from many processes
     plan = DemoPlan(task_count, replica_count, random.randrange(MOST_SEEDS) if seed is None else seed)
     if ledger is not None:
         _make_file(ledger)

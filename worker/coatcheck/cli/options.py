@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 from uuid import UUID
@@ -13,6 +13,7 @@ import click
 
 from coatcheck.errors import InvalidSettings
 from coatcheck.store.front import Store
+from coatcheck.store.opening import is_in_memory
 from coatcheck.store.rows import TaskId
 from coatcheck.worker.client import Client
 from coatcheck.worker.settings import Settings, SettingsWarning, has_password, redacted
@@ -23,6 +24,8 @@ CONNECT_BUDGET = timedelta(seconds=5)
 """A person waits: tools give up on a silent broker sooner than a worker does."""
 FEWEST_DIGITS = 6
 MOST_LISTED = 10
+SERVERS = ("broker", "store")
+REAL_SERVERS = {"broker": "pg:// or amqp://…", "store": "embedded:// or postgresql://…"}
 
 broker_option = click.option(
     "--broker",
@@ -44,11 +47,16 @@ def connections(command: Command) -> Command:
 
 
 def load_settings(
-    loader: Callable[..., Settings] = Settings.load, *, warn: Callable[[str], None] | None = None, **overrides: Any
+    loader: Callable[..., Settings] = Settings.load,
+    *,
+    warn: Callable[[str], None] | None = None,
+    owns_memory: bool = False,
+    **overrides: Any,
 ) -> Settings:
     """Settings from options, then environment. What is wrong with them is wrong usage: click.UsageError.
 
-    Variables that have no effect are told to `warn`, by default a line on stderr.
+    Variables that have no effect are told to `warn`, by default a line on stderr. Only a command that `owns_memory` may
+    use `memory://`; of the others, each is asked about the servers that it names in `overrides`.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SettingsWarning)
@@ -56,6 +64,8 @@ def load_settings(
             settings = loader(**overrides)
         except InvalidSettings as error:
             raise click.UsageError(redacted(str(error))) from error
+    if not owns_memory:
+        _refuse_memory(settings, [name for name in SERVERS if name in overrides])
     for each in caught:
         (warn or _warn)(str(each.message))
     for text in find_shown_passwords(overrides) if warn is None else ():
@@ -63,12 +73,22 @@ def load_settings(
     return settings
 
 
+def _refuse_memory(settings: Settings, names: Sequence[str]) -> None:
+    for name in names:
+        if is_in_memory(address := getattr(settings, name)):
+            raise click.UsageError(
+                f"{name}={address}: it lives in the process of its worker, and this command is another process, which "
+                f"would find nothing there; use a Client in the worker's process, or let both set "
+                f"COATCHECK_{name.upper()} to {REAL_SERVERS[name]}"
+            )
+
+
 def find_shown_passwords(options: Mapping[str, Any]) -> list[str]:
     """Say which options show a password to all users of this machine: they can list the processes."""
     return [
         f"the password in --{name} can be read by every user of this machine, in the list of processes; "
         f"set COATCHECK_{name.upper()} instead, or give --{name} @FILE"
-        for name in ("broker", "store")
+        for name in SERVERS
         if isinstance(options.get(name), str) and has_password(options[name])
     ]
 

@@ -24,12 +24,13 @@ from coatcheck.errors import InvalidSettings
 from coatcheck.log import get_logger
 from coatcheck.points import arm_from_environment
 from coatcheck.store import migrate
+from coatcheck.store.opening import is_in_memory
 from coatcheck.store.rows import TaskId
 from coatcheck.worker.log_streams import flush
 from coatcheck.worker.logs import configure, default_format
 from coatcheck.worker.loop_watchdog import LoopWatch
 from coatcheck.worker.servers import settle
-from coatcheck.worker.settings import Checkpointing, EventLoop, Settings
+from coatcheck.worker.settings import Checkpointing, EventLoop, Settings, redacted
 from coatcheck.worker.sweeper import Sweeper
 from coatcheck.worker.worker import Worker
 
@@ -104,7 +105,12 @@ def worker(
     app = load_app(app_reference)
     given = {"broker": broker, "store": store, "concurrency": concurrency, "checkpointing": checkpointing}
     settings = _prepare(
-        app.load_settings, is_supervised=link is not None, processes=processes, health_port=health_port, **given
+        app.load_settings,
+        is_supervised=link is not None,
+        owns_memory=True,
+        processes=processes,
+        health_port=health_port,
+        **given,
     )
     process_count = settings.processes or usable_cores()
     if link is None and process_count > 1:
@@ -140,7 +146,7 @@ async def _work(replica: Worker, *, migrates: bool, link: ReplicaEnd | None) -> 
             log.info("schema_migrated", version=await migrate(store))
         stack.enter_context(LoopWatch(partial(_handler_of, replica)))
         await run_until_signalled(
-            replica,
+            _SweptWorker(replica) if _must_sweep(settings) else replica,
             patience_s=settings.grace.total_seconds() + DRAIN_SLACK_S,
             has_work=lambda: replica.is_ready,
             on_second=exit_at_once if link is None else leave_it_at_that,
@@ -185,6 +191,33 @@ class Service(Protocol):
     async def run(self) -> None: ...
 
     def stop(self) -> None: ...
+
+
+def _must_sweep(settings: Settings) -> bool:
+    """Whether this process must sweep for itself: no other one can reach queues that live in it."""
+    return is_in_memory(settings.broker) and settings.checkpointing is not Checkpointing.OFF
+
+
+class _SweptWorker:
+    """A worker and a sweeper in one process."""
+
+    def __init__(self, replica: Worker) -> None:
+        self._replica = replica
+        # The worker serves the port of both.
+        self._sweeper = Sweeper(replace(replica.settings, health_port=None), name=f"{replica.name}-sweeper")
+
+    async def run(self) -> None:
+        log.info("sweeper_in_worker", sweeper=self._sweeper.name, broker=redacted(self._replica.settings.broker))
+        async with asyncio.TaskGroup() as group:
+            sweeping = group.create_task(self._sweeper.run())
+            await self._replica.run()
+            if self._sweeper.is_ready:
+                self._sweeper.stop()
+            else:
+                sweeping.cancel()  # it waits for a store that is away
+
+    def stop(self) -> None:
+        self._replica.stop()
 
 
 def exit_at_once(number: signal.Signals) -> None:
@@ -248,11 +281,15 @@ async def run_until_signalled(
 
 
 def _prepare(
-    loader: Callable[..., Settings] = Settings.load, *, is_supervised: bool = False, **options: Any
+    loader: Callable[..., Settings] = Settings.load,
+    *,
+    is_supervised: bool = False,
+    owns_memory: bool = False,
+    **options: Any,
 ) -> Settings:
     """Load the settings, then let logs flow as they say. What the supervisor has said is not said again."""
     ignored: list[str] = []
-    settings = load_settings(loader, warn=ignored.append, **options)
+    settings = load_settings(loader, warn=ignored.append, owns_memory=owns_memory, **options)
     configure(settings.log_format, settings.log_level)
     arm_from_environment()
     if not is_supervised:

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from coatcheck.broker.headers import KEY
-from coatcheck.broker.memory import MemoryBroker, MemoryServer, _servers
+from coatcheck.broker.memory import MemoryBroker, MemoryServer, add_server, remove_server
 from coatcheck.broker.port import Message, Outgoing, Routing
 from coatcheck.errors import CoatcheckError, UsageError
 from coatcheck.store.front import Store
@@ -45,7 +45,6 @@ class StageScene:
         self.server = _Server(self)
         self.open_store: Callable[..., Store] = self.open_memory
         self._url = f"memory://{uuid.uuid4()}"
-        _servers[self._url] = self.server
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task_factory: Any = None
         self._part = StagePart(self.time)
@@ -76,6 +75,7 @@ class StageScene:
             return
         if self._loop is not None:
             raise UsageError("this stage belongs to another event loop; make one for each test")
+        add_server(self._url, self.server)
         self._loop = loop
         self._task_factory = loop.get_task_factory()
         self.time.start_at(loop.time())
@@ -128,6 +128,7 @@ class StageScene:
             await self._finish(*(task for task in self._tasks if task not in dead))
             await self.clock.run_out()
         finally:
+            remove_server(self._url)
             unwrap(self._loop)
             self._loop.set_task_factory(self._task_factory)
 

@@ -29,6 +29,7 @@ INFOS: Mapping[str, str] = MappingProxyType(
         "store_found": "Postgres answers again; consuming goes on",
         "supervisor_started": "the supervisor of `--processes` runs",
         "supervisor_stopped": "the supervisor has ended, and all its replicas",
+        "sweeper_in_worker": "a worker sweeps for itself: its broker lives in its process, and no other one reaches it",
         "sweeper_seen": "a sweeper runs again; what was due is sent now",
         "sweeper_started": "a sweeper runs; `settings` are those that differ from the defaults",
         "sweeper_stopped": "a sweeper has ended",

@@ -20,6 +20,7 @@ from coatcheck.errors import NobodyThere
 from coatcheck.log import get_logger
 from coatcheck.store.front import Store
 from coatcheck.store.migrate import migrate
+from coatcheck.store.opening import is_in_memory
 from coatcheck.store.postgres.database import find_risk as find_store_risk
 from coatcheck.store.versions import newest_version
 from coatcheck.worker.settings import QUEUES_IN_STORE, Checkpointing, Settings, is_embedded
@@ -104,7 +105,8 @@ def find_exposures(settings: Settings) -> list[Exposure]:
     if settings.allow_plaintext:
         return []
     risks = {"COATCHECK_BROKER": find_broker_risk(settings.broker)}
-    if settings.checkpointing is not Checkpointing.OFF and not is_embedded(settings.store):
+    is_elsewhere = not is_embedded(settings.store) and not is_in_memory(settings.store)
+    if settings.checkpointing is not Checkpointing.OFF and is_elsewhere:
         risks["COATCHECK_STORE"] = find_store_risk(settings.store)
     return [Exposure(setting, risk) for setting, risk in risks.items() if risk is not None]
 

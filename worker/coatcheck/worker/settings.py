@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from coatcheck.broker.topology import SWEEPER_QUEUE
 from coatcheck.errors import InvalidSettings
+from coatcheck.store.opening import is_in_memory
 from coatcheck.store.rows import HistoryLevel
 from coatcheck.worker.redaction import redacted
 
@@ -44,7 +45,7 @@ QUEUES_IN_STORE = "pg://"
 EMBEDDED_STORE = "embedded://"
 """The store used when none is named: a Postgres of our own in the nearest `.coatcheck/`. A path names another place."""
 BROKER_SCHEMES = ("amqp", "amqps", "pg", "memory")
-STORE_SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg", "embedded")
+STORE_SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg", "embedded", "memory")
 # Variables with our prefix that belong to the test suite and the tools, not to a worker.
 _NOT_OURS = ("COATCHECK_TEST_", "COATCHECK_CRASH", "COATCHECK_PG_BIN")
 
@@ -265,13 +266,16 @@ class Settings:
     broker: Annotated[
         str,
         Url(
-            "where messages travel: amqp://user:password@host:port/vhost; pg:// is the store's database", BROKER_SCHEMES
+            "where messages travel: amqp://user:password@host:port/vhost; pg:// is the store's database; "
+            "memory:// is this process",
+            BROKER_SCHEMES,
         ),
     ] = QUEUES_IN_STORE
     store: Annotated[
         str,
         Url(
-            "where waiting tasks are kept: postgresql://user@host:port/database; embedded:// runs one in .coatcheck/",
+            "where waiting tasks are kept: postgresql://user@host:port/database; embedded:// runs one in .coatcheck/; "
+            "memory:// is this process",
             STORE_SCHEMES,
         ),
     ] = EMBEDDED_STORE
@@ -384,6 +388,21 @@ class Settings:
             raise InvalidSettings(
                 f"keep_failures={_printable(self.keep_failures)}: must not be shorter than "
                 f"dedup_window={_printable(self.dedup_window)}, for a failure answers duplicates too"
+            )
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raise InvalidSettings for what would need memory that two processes share."""
+        if is_in_memory(self.store) and not is_in_memory(self.broker):
+            raise InvalidSettings(
+                f"store={self.store}: its tasks live in this process, and broker={_printable(self.broker)} would hand "
+                "their replies to other processes too; set COATCHECK_BROKER=memory://, or keep tasks in Postgres "
+                "(embedded://, postgresql://…)"
+            )
+        if is_in_memory(self.broker) and self.processes != 1:
+            raise InvalidSettings(
+                f"processes={self.processes or 'auto'}: must be 1 with broker={self.broker}, which lives in one "
+                "process; for more of them use pg:// or amqp://…"
             )
 
     @classmethod

@@ -41,6 +41,7 @@ from coatcheck.worker.health import HealthServer
 from coatcheck.worker.messages import final_messages
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.outbox import Outbox
+from coatcheck.worker.running import Running
 from coatcheck.worker.sealing import Sealer
 from coatcheck.worker.servers import settle, warn_of_exposures
 from coatcheck.worker.settings import Settings
@@ -65,12 +66,15 @@ COUNT_SHARE = 0.05
 """How much of the time may go into counting tasks, which reads the whole table: a second of it every 20 s, no more."""
 
 
-class Sweeper:
-    """One sweeper process. `run` returns after `stop`. `open_store` makes another store than the settings name."""
+class Sweeper(Running):
+    """One sweeper process. `run` returns after `stop`; `async with` does both. `open_store` makes another store than
+    the settings name.
+    """
 
     def __init__(
         self, settings: Settings | None = None, *, name: str | None = None, open_store: OpenStore | None = None
     ) -> None:
+        super().__init__()
         self.settings = settings or Settings.load()
         self.name = name or f"sweeper-{socket.gethostname()}-{os.getpid()}"
         self.metrics = Metrics()
@@ -128,6 +132,7 @@ class Sweeper:
         check_schema(await self._insist(store), store.place)
         outbox = Outbox(broker, events=self._events)
         self.is_ready = True
+        self._started.set()
         log.info("sweeper_started", pid=os.getpid(), settings=self.settings.describe_changed())
         if sealer is not None:
             self._sealing = asyncio.create_task(sealer.run(), name="sealing")

@@ -38,6 +38,7 @@ from coatcheck.worker.outbox import Outbox
 from coatcheck.worker.ram_waits import RamCalls
 from coatcheck.worker.requests import Requests
 from coatcheck.worker.resending import Hints, Marks
+from coatcheck.worker.running import Running
 from coatcheck.worker.runtime import LiveRuns, Runtime, Slots
 from coatcheck.worker.servers import settle, warn_of_exposures
 from coatcheck.worker.settings import Checkpointing, Settings, redacted
@@ -56,8 +57,8 @@ MOST_MISSES = 2
 """So many looks in a row without a sweeper are no restart of one, nor a start of everything at once."""
 
 
-class Worker:
-    """One replica of an app. `run` returns when `stop` was called and everything is put down.
+class Worker(Running):
+    """One replica of an app. `run` returns when `stop` was called and everything is put down; `async with` does both.
 
     `open_store` makes another store than the one the settings name, such as one in memory.
     """
@@ -70,6 +71,7 @@ class Worker:
         name: str | None = None,
         open_store: OpenStore | None = None,
     ) -> None:
+        super().__init__()
         self.app = app
         self.settings = settings or app.load_settings()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}"
@@ -142,6 +144,7 @@ class Worker:
             background = [group.create_task(work) for work in (under_way.keep(), *self._background(runtime, leases))]
             await self._consume(group, runtime, executor, leases, under_way=under_way)
             self.is_ready = True
+            self._started.set()
             for lack in find_unsupported():
                 log.warning("asyncio_differs", lack=lack, python=platform.python_version())
             log.info(
@@ -393,7 +396,7 @@ class SweeperWatch:
                 "sweeper_missing",
                 queue=self._queue,
                 effect="timeouts, sleeps and retries wait until there is one",
-                remedy="run `coatcheck sweeper`",
+                remedy="run `coatcheck sweeper`; with the broker memory://, a Sweeper in this process",
             )
         elif was_missing and not self.is_missing:
             log.info("sweeper_seen", queue=self._queue)

@@ -77,10 +77,10 @@ def _is_left(tables: Tables, task_id: TaskId, before: datetime) -> bool:
     last = tables.history[task_id][-1]
     if last.kind != history.PRUNED or last.at > before:
         return False
-    sealed = (
-        [leaf for leaves in tables.leaves[: tables.seals[-1].trimmed_to] for leaf in leaves] if tables.seals else []
-    )
-    return not tables.seals or any(leaf.task_id == task_id and leaf.entry_count >= last.number for leaf in sealed)
+    if not tables.seals:
+        return True
+    trimmed = (leaf for leaves in tables.leaves[: tables.seals[-1].trimmed_to] for leaf in leaves)
+    return any(leaf.task_id == task_id and leaf.entry_count >= last.number for leaf in trimmed)
 
 
 def repair(tables: Tables, *, after: UUID, limit: int, quiet: timedelta) -> tuple[int, UUID | None]:

@@ -6,6 +6,7 @@ that signs is never in the database: only its name is.
 
 `seal_leaf` holds what each seal's root is made of: one row for each task that had changed, in the order of the tree.
 `seal_sink` says up to which seal each place outside has them. It is the sweeper's note to itself and proves nothing.
+`history_pruned` finds the histories of removed tasks, which go after a while, too.
 """
 
 from alembic import op
@@ -39,6 +40,8 @@ CREATE TABLE coatcheck.seal_leaf (
 
 CREATE INDEX seal_leaf_task ON coatcheck.seal_leaf (task_id, seal);
 
+CREATE INDEX history_pruned ON coatcheck.history (at) WHERE kind = 'pruned';
+
 CREATE TABLE coatcheck.seal_sink (
     sink            text PRIMARY KEY,
     number          bigint NOT NULL,
@@ -54,4 +57,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.execute("DROP INDEX coatcheck.history_pruned")
     op.execute("DROP TABLE coatcheck.seal_sink, coatcheck.seal_leaf, coatcheck.seal")
