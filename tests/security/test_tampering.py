@@ -32,7 +32,7 @@ from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.seals import Seal, SealKey, Unsealed, header_of, make_seal
 from coatcheck.store.verification import FlawKind
 from coatcheck.worker import Client
-from coatcheck.worker.auditing import AuditReport, verify
+from coatcheck.worker.auditing import AuditReport, CannotProve, find_sealed, verify
 from coatcheck.worker.seal_sinks import FileSink, Sink, SinkUnavailable, parse_sinks
 from coatcheck.worker.sealing import Sealer, load_key
 
@@ -410,6 +410,16 @@ async def test_without_a_public_key_a_forged_seal_passes_and_the_report_says_tha
 
     assert report.is_ok
     assert "signatures were not checked, so the seals may be forged: give --public-key" in report.not_covered
+
+
+@pytest.mark.parametrize(
+    "statement", ["DELETE FROM coatcheck.seal WHERE number = 2", "UPDATE coatcheck.seal SET task_count = 0"]
+)
+async def test_proof_from_seals_that_were_altered_is_refused_with_what_tells_more(scene: Scene, statement: str):
+    await scene.sql.execute(statement)
+
+    with pytest.raises(CannotProve, match="coatcheck audit verify"):
+        await find_sealed(scene.store, scene.tasks[0])
 
 
 # --- retention ---

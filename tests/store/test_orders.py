@@ -194,6 +194,15 @@ async def test_refusals_say_what_there_is(store):
     assert (await store.order(Pause(task_id=new_id()))).code == "no_such_task"
 
 
+async def test_number_of_thousands_of_digits_is_no_checkpoint(store):
+    task, _ = await story(store)
+
+    refused = await order(store, Rewind, task, to="9" * 5000)
+
+    assert isinstance(refused, OrderRefused)
+    assert refused.code == "unknown_target"
+
+
 async def test_dry_run_changes_nothing(store):
     task, _ = await story(store)
 
@@ -327,6 +336,22 @@ async def test_filter_finds_tasks_by_state_and_code(store):
     assert found == [bad.task_id]
     assert await store.find_for_order(Filter(code="other"), limit=10) == []
     assert await store.find_for_order(Filter(since=bad.created_at + timedelta(hours=1)), limit=10) == []
+
+
+async def test_filter_finds_what_lies_behind_many_that_do_not_fit(store, monkeypatch):
+    monkeypatch.setattr("coatcheck.store.postgres.orders.FILTER_PAGE", 2)
+    other = Finish(TaskState.FAILED, encode({"code": "other"}), DAY)
+    ended = []
+    for end in (other, other, FAILED, other, FAILED, FAILED):
+        task = await start(store)
+        await written(store, put_of(task, end))
+        ended.append(task.task_id)
+
+    wanted = Filter(states=(TaskState.FAILED,), code="handler_failed")
+
+    assert await store.find_for_order(wanted, limit=10) == [ended[2], ended[4], ended[5]]
+    assert await store.find_for_order(wanted, limit=2) == [ended[2], ended[4]]
+    assert await store.find_for_order(Filter(), limit=5) == ended[:5]
 
 
 async def test_order_is_told_in_the_history(store):

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from pathlib import Path
 from uuid import UUID
 
-from coatcheck.errors import InvalidSettings
+from coatcheck.errors import CoatcheckError, InvalidSettings
 from coatcheck.store.audits import LAST_TASK, ChainPage, EntryFilter
 from coatcheck.store.chain import GENESIS, HistoryEntry
 from coatcheck.store.front import Store
@@ -139,8 +139,12 @@ def _not_covered(
     yield "tasks that ended without a row, and what happened before it was written down"
 
 
+class CannotProve(CoatcheckError):
+    """What would prove a history was altered."""
+
+
 async def find_sealed(store: Store, task_id: UUID) -> Sealed:
-    """A task's history and its proof."""
+    """A task's history and its proof. Raises CannotProve."""
     entries = await _read_entries(store, task_id)
     page = await _about(store, task_id)
     if not page.leaves or not entries:
@@ -148,9 +152,13 @@ async def find_sealed(store: Store, task_id: UUID) -> Sealed:
     heads = {leaf.entry_count: leaf.head for leaf in page.leaves}
     previous = heads.get(entries[0].number - 1, GENESIS)
     number = max(leaf.seal for leaf in page.leaves)
-    (seal,) = await store.read_seals(after=number - 1, limit=1)
-    leaves = [leaf for _, leaf in await store.read_leaves(after=number - 1, last=number, limit=seal.task_count + 1)]
-    place = next(index for index, leaf in enumerate(leaves) if leaf.task_id == task_id)
+    seal = next(iter(await store.read_seals(after=number - 1, limit=1)), None)
+    if seal is None or seal.number != number:
+        raise CannotProve(f"seal {number}, the newest that has task {task_id}, is gone; see: coatcheck audit verify")
+    leaves = [leaf for _, leaf in await store.read_leaves(after=number - 1, last=number, limit=max(seal.task_count, 0))]
+    place = next((index for index, leaf in enumerate(leaves) if leaf.task_id == task_id), None)
+    if place is None:
+        raise CannotProve(f"seal {number} counts fewer tasks than it has leaves; see: coatcheck audit verify")
     proof = await asyncio.to_thread(prove, leaves, place)
     return Sealed(task_id, tuple(entries), previous, seal, leaves[place], proof)
 
