@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_a_call_is_hatched_where_its_task_waits_and_a_step_is_a_mark():
     assert slow.pieces == (Piece(at(10), at(40), Look.WAITS), Piece(at(40), at(60), Look.RUNS))
     assert (fast.took, fast.pieces) == (timedelta(seconds=30), (Piece(at(10), at(40), Look.WAITS),))
     assert (step.took, step.pieces) == (None, (Piece(at(50), at(50), Look.MARK),))
+
+
+def test_a_life_of_thousands_of_calls_is_drawn_in_a_moment():
+    lines = [line(Kind.CALL, f"c#{n}", 2 * n, 2 * n + 1, epoch=n + 1, replica="r") for n in range(8000)]
+
+    began_s = time.process_time()
+    drawn = timeline_of(task(TaskState.DONE, finished_at=at(16000), epoch=8000), lines, at(16000))
+
+    assert len(drawn.bars) > 16000
+    assert time.process_time() - began_s < 5
 
 
 def test_a_task_without_lines_or_time_is_drawn_all_the_same():

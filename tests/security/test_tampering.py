@@ -7,6 +7,7 @@ Two tasks with three entries each are sealed twice. Then something is changed be
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ from coatcheck.store.chain import HistoryEntry
 from coatcheck.store.seals import Seal, SealKey, Unsealed, header_of, make_seal
 from coatcheck.store.verification import FlawKind
 from coatcheck.worker import Client
-from coatcheck.worker.auditing import AuditReport, verify
+from coatcheck.worker.auditing import AuditReport, CannotProve, find_sealed, verify
 from coatcheck.worker.seal_sinks import FileSink, Sink, SinkUnavailable, parse_sinks
 from coatcheck.worker.sealing import Sealer, load_key
 
@@ -411,6 +412,16 @@ async def test_without_a_public_key_a_forged_seal_passes_and_the_report_says_tha
     assert "signatures were not checked, so the seals may be forged: give --public-key" in report.not_covered
 
 
+@pytest.mark.parametrize(
+    "statement", ["DELETE FROM coatcheck.seal WHERE number = 2", "UPDATE coatcheck.seal SET task_count = 0"]
+)
+async def test_proof_from_seals_that_were_altered_is_refused_with_what_tells_more(scene: Scene, statement: str):
+    await scene.sql.execute(statement)
+
+    with pytest.raises(CannotProve, match="coatcheck audit verify"):
+        await find_sealed(scene.store, scene.tasks[0])
+
+
 # --- retention ---
 
 
@@ -438,6 +449,59 @@ async def test_first_entry_that_is_left_after_retention_is_still_checked(scene: 
     await scene.sql.execute("UPDATE coatcheck.history SET actor = 'eve'")
 
     assert kinds_of(await scene.verify()) == {FlawKind.ENTRY_ALTERED}
+
+
+async def test_history_that_retention_removes_while_an_audit_reads_is_no_flaw(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    read, gone = scene.store.read_chains, scene.tasks[1]
+
+    async def remove_then_read(**wanted: Any) -> Any:
+        monkeypatch.undo()
+        await scene.add(scene.tasks[0], 1)
+        await Sealer(scene.store, KEY, keep=timedelta()).seal()
+        await scene.sql.execute("DELETE FROM coatcheck.history WHERE task_id = $1", gone)
+        await scene.sql.execute("DELETE FROM coatcheck.task WHERE id = $1", gone)
+        return await read(**wanted)
+
+    monkeypatch.setattr(scene.store, "read_chains", remove_then_read)
+
+    assert (await scene.verify()).flaws == ()
+
+
+async def test_history_that_is_gone_though_no_later_seal_lets_it_go_is_a_flaw(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    read, gone = scene.store.read_chains, scene.tasks[1]
+
+    async def remove_then_read(**wanted: Any) -> Any:
+        monkeypatch.undo()
+        await scene.add(scene.tasks[0], 1)
+        await Sealer(scene.store, SealKey.generate(), keep=timedelta()).seal()  # forged: verify has another key
+        await scene.sql.execute("DELETE FROM coatcheck.history WHERE task_id = $1", gone)
+        return await read(**wanted)
+
+    monkeypatch.setattr(scene.store, "read_chains", remove_then_read)
+
+    report = await scene.verify()
+    assert [(flaw.kind, flaw.task_id) for flaw in report.flaws] == [(FlawKind.TASK_MISSING, gone)]
+    assert report.flaw_count == 1
+
+
+async def test_seal_that_is_made_while_an_audit_reads_is_not_part_of_it(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    read = scene.store.read_seals
+
+    async def seal_then_read(**wanted: Any) -> Any:
+        monkeypatch.undo()
+        await scene.add(scene.tasks[0], 1)
+        await scene.seal()
+        return await read(**wanted)
+
+    monkeypatch.setattr(scene.store, "read_seals", seal_then_read)
+
+    report = await scene.verify()
+    assert report.flaws == ()
+    assert (report.seal_count, report.unsealed_count) == (2, 1)
 
 
 async def test_part_of_sql_that_retention_uses_lets_go_of_nothing_that_is_not_sealed_away(scene: Scene):
@@ -615,6 +679,70 @@ async def test_webhook_gets_each_seal_and_only_a_2xx_counts(scene: Scene):
     assert [(key, document["number"]) for key, document in hook.posts] == [("coatcheck-seal-1", 1)] * 3
     with pytest.raises(SinkUnavailable, match="cannot be reached"):
         await sink.write(seal)
+
+
+async def test_webhook_that_speaks_no_http_refuses_and_no_secret_is_told(scene: Scene):
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"NONSENSE\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    [seal, _] = await scene.store.read_seals()
+
+    for query in ("", "?sig=s3cret and a blank"):
+        [sink] = parse_sinks(f"http://127.0.0.1:{port}/seals{query}")
+        with pytest.raises(SinkUnavailable, match="cannot be used") as raised:
+            await sink.write(seal)
+        assert "s3cret" not in str(raised.value)
+    server.close()
+
+
+async def test_webhook_is_told_the_password_of_its_address(scene: Scene):
+    heads = list[str]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(b"HTTP/1.1 204 Kept\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    [sink] = parse_sinks(f"http://me:s3%2Fcret@127.0.0.1:{port}/seals")
+    [seal, _] = await scene.store.read_seals()
+    await sink.write(seal)
+    server.close()
+
+    assert f"Authorization: Basic {base64.b64encode(b'me:s3/cret').decode()}" in heads[0]
+    assert "cret" not in sink.name
+
+
+class Slow(Stubborn):
+    """A sink that takes a minute for each seal."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.now_s = 0.0
+
+    async def write(self, seal: Seal) -> None:
+        self.now_s += 60
+        await super().write(seal)
+
+
+async def test_sink_that_is_slow_or_far_behind_keeps_no_seal_from_being_made(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    sink = Slow()
+    monkeypatch.setattr("coatcheck.worker.sealing.time.monotonic", lambda: sink.now_s)
+    sealer = Sealer(scene.store, KEY, sinks=[sink])
+
+    await sealer.seal()
+    assert sink.taken == [1]
+    await sealer.seal()
+    assert sink.taken == [1, 2]
 
 
 # --- in memory ---

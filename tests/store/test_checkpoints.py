@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -178,3 +179,26 @@ async def test_a_call_given_up_goes_with_the_commit_of_that_moment(store: Store)
     found = {one.number: one.closed for one in checkpoints_of(task, rows)}
 
     assert found == {3: (), 5: ("near",), 9: ()}
+
+
+def test_thousands_of_checkpoints_are_listed_in_a_moment():
+    times = [NOON + timedelta(seconds=number) for number in range(16001)]
+    rows = [
+        stored(
+            f"c#{number}",
+            kind=Kind.CALL,
+            state=CallState.OK,
+            checkpoint=number + 1,
+            opened_at=times[2 * number],
+            closed_at=times[2 * number + 1],
+        )
+        for number in range(8000)
+    ]
+    fields: dict[str, Any] = dict.fromkeys(Task.__struct_fields__[:26])
+    task = Task(**fields | {"state": TaskState.PARKED, "checkpoint": 8000, "epoch": 1})
+
+    began_s = time.process_time()
+    found = checkpoints_of(task, rows)
+
+    assert [each.event_count for each in found[:3]] == [0, 1, 1]
+    assert time.process_time() - began_s < 3

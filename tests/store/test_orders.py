@@ -194,6 +194,15 @@ async def test_refusals_say_what_there_is(store):
     assert (await store.order(Pause(task_id=new_id()))).code == "no_such_task"
 
 
+async def test_number_of_thousands_of_digits_is_no_checkpoint(store):
+    task, _ = await story(store)
+
+    refused = await order(store, Rewind, task, to="9" * 5000)
+
+    assert isinstance(refused, OrderRefused)
+    assert refused.code == "unknown_target"
+
+
 async def test_dry_run_changes_nothing(store):
     task, _ = await story(store)
 
@@ -329,6 +338,22 @@ async def test_filter_finds_tasks_by_state_and_code(store):
     assert await store.find_for_order(Filter(since=bad.created_at + timedelta(hours=1)), limit=10) == []
 
 
+async def test_filter_finds_what_lies_behind_many_that_do_not_fit(store, monkeypatch):
+    monkeypatch.setattr("coatcheck.store.postgres.orders.FILTER_PAGE", 2)
+    other = Finish(TaskState.FAILED, encode({"code": "other"}), DAY)
+    ended = []
+    for end in (other, other, FAILED, other, FAILED, FAILED):
+        task = await start(store)
+        await written(store, put_of(task, end))
+        ended.append(task.task_id)
+
+    wanted = Filter(states=(TaskState.FAILED,), code="handler_failed")
+
+    assert await store.find_for_order(wanted, limit=10) == [ended[2], ended[4], ended[5]]
+    assert await store.find_for_order(wanted, limit=2) == [ended[2], ended[4]]
+    assert await store.find_for_order(Filter(), limit=5) == ended[:5]
+
+
 async def test_order_is_told_in_the_history(store):
     task = await start(store, birth(history=HistoryLevel.OUTCOME))
 
@@ -337,3 +362,27 @@ async def test_order_is_told_in_the_history(store):
     after = await get(store, task.task_id)
     assert after.entry_count == task.entry_count + 1
     assert after.head is not None
+
+
+async def test_fork_that_is_refused_leaves_no_entry_in_the_history_of_the_task_that_has_its_id(store):
+    task, _ = await story(store, birth(history=HistoryLevel.OUTCOME))
+    other = await start(store, birth(history=HistoryLevel.OFF))
+
+    refused = await order(store, Fork, task, at=1, new_task_id=other.task_id)
+
+    assert isinstance(refused, OrderRefused)
+    assert refused.code == "exists"
+    assert await store.read_history(other.task_id) == []
+    assert await get(store, other.task_id) == other
+
+
+async def test_redo_of_damage_forgets_no_pause(store):
+    task = await start(store)
+    await written(store, put_of(task, going(), entries=(entry("a"),)))
+    task = await get(store, task.task_id)
+    await order(store, Pause, task)
+
+    await order(store, Rewind, task, to="before:a", epoch=task.epoch, is_damage=True)
+
+    redone = await get(store, task.task_id)
+    assert (redone.state, redone.is_pausing) == (TaskState.RUNNING, True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -91,13 +92,14 @@ def checkpoints_of(task: Task, rows: Sequence[Stored]) -> list[CheckpointInfo]:
     numbers = sorted({*wrote, *([task.checkpoint] if task.checkpoint else [])})
     spans = {number: _span_of(task, number, wrote.get(number, ())) for number in numbers}
     closed = _closed_by(spans, rows)
+    events = _event_times(rows)
     found, before = list[CheckpointInfo](), None
     for number in numbers:
         span = spans[number]
         at = None if span is None else span.first
-        events = _count_events(rows, after=before, until=at)
+        count = _count_events(events, after=before, until=at)
         rows_of = wrote.get(number, ())
-        found.append(_info(task, number, at=at, wrote=rows_of, closed=closed[number], event_count=events))
+        found.append(_info(task, number, at=at, wrote=rows_of, closed=closed[number], event_count=count))
         before = at or before
     return found
 
@@ -167,13 +169,17 @@ def _closed_by(spans: Mapping[int, _Span | None], rows: Sequence[Stored]) -> dic
     return closed
 
 
-def _count_events(rows: Iterable[Stored], *, after: datetime | None, until: datetime | None) -> int:
-    """How many answers from outside came in between. A commit of unknown time is the last: all came before it."""
-    return sum(
-        row.kind.is_awaited
-        and row.state in _ENDED_FROM_OUTSIDE
-        and row.closed_at is not None
-        and (after is None or row.closed_at > after)
-        and (until is None or row.closed_at <= until)
+def _event_times(rows: Iterable[Stored]) -> list[datetime]:
+    """When answers from outside came, in order."""
+    return sorted(
+        row.closed_at
         for row in rows
+        if row.kind.is_awaited and row.state in _ENDED_FROM_OUTSIDE and row.closed_at is not None
     )
+
+
+def _count_events(events: Sequence[datetime], *, after: datetime | None, until: datetime | None) -> int:
+    """How many came in between. A commit of unknown time is the last: all came before it."""
+    first = 0 if after is None else bisect_right(events, after)
+    last = len(events) if until is None else bisect_right(events, until)
+    return max(0, last - first)

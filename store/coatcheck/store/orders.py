@@ -181,7 +181,12 @@ def _rewind(order: Rewind, task: Task, live: Sequence[Place], forgotten: Sequenc
     cut = with_given_up(cut, task, live)
     changed = [one for one in live if one.key in order.sets and one not in cut.gone]
     revision = task.revision + (not order.same_keys)
-    taken = replace(_restarted(task), revision=revision, request=task.request if order.input is None else order.input)
+    taken = replace(
+        _restarted(task),
+        revision=revision,
+        request=task.request if order.input is None else order.input,
+        is_pausing=order.is_damage and task.is_pausing,  # nobody has taken the pause back
+    )
     return _take_back(order, cut, live, changed=changed, taken=taken, before=task)
 
 

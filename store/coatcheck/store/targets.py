@@ -22,6 +22,7 @@ from coatcheck.store.kinds import Kind
 from coatcheck.store.rows import CallId, CallState, Task
 
 MOST_NAMED = 50
+MOST_DIGITS = 18
 
 
 class Place(NamedTuple):
@@ -75,7 +76,7 @@ def cut_at(to: int | str | None, task: Task, live: Sequence[Place]) -> Cut:
         return _behind(0, live)
     if word == "latest":
         return Cut(task.checkpoint, [])
-    if word.isdecimal():
+    if word.isdecimal() and len(word) <= MOST_DIGITS:
         number = int(word)
         if number > task.checkpoint:
             raise NotOrdered("unknown_checkpoint", _no_checkpoint(number, task, live))
@@ -84,7 +85,7 @@ def cut_at(to: int | str | None, task: Task, live: Sequence[Place]) -> Cut:
     if prefix != "before" or not name:
         raise NotOrdered(
             "unknown_target",
-            f"{word!r} is no point of a task: give a checkpoint's number, start, latest, before:NAME or "
+            f"{word[:MOST_NAMED]!r} is no point of a task: give a checkpoint's number, start, latest, before:NAME or "
             "before:last-failure",
         )
     if name == "last-failure":

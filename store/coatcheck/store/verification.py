@@ -75,13 +75,18 @@ class Flaws:
         self.integrity_count = 0
         self.completeness_count = 0
 
-    def add(self, flaw: Flaw) -> None:
+    def add(self, flaw: Flaw, *, is_kept: bool = True) -> None:
         if flaw.kind in COMPLETENESS:
             self.completeness_count += 1
         else:
             self.integrity_count += 1
-        if len(self.found) < MOST_FLAWS:
+        if is_kept and len(self.found) < MOST_FLAWS:
             self.found.append(flaw)
+
+    def add_all(self, others: Flaws) -> None:
+        self.integrity_count += others.integrity_count
+        self.completeness_count += others.completeness_count
+        self.found += others.found[: MOST_FLAWS - len(self.found)]
 
 
 class Verifier(Protocol):
@@ -97,14 +102,20 @@ class SealCheck:
     """
 
     def __init__(
-        self, flaws: Flaws, *, keys: Mapping[str, Verifier] | None = None, outside: Mapping[int, Seal] | None = None
+        self,
+        flaws: Flaws,
+        *,
+        keys: Mapping[str, Verifier] | None = None,
+        outside: Mapping[int, Seal] | None = None,
+        after: SealCheck | None = None,
     ) -> None:
+        """`after` checked the seals before these."""
         self._flaws = flaws
         self._keys = keys or {}
         self._outside = outside
-        self._last: Seal | None = None
+        self._last: Seal | None = after.last if after else None
         self.count = 0
-        self.trimmed_to = 0
+        self.trimmed_to: int = after.trimmed_to if after else 0
         """Up to where a good seal says that history may be gone."""
 
     @property
@@ -201,9 +212,20 @@ class ChainCheck:
         self._trimmed_to = trimmed_to
         self._horizon = horizon
         self._walk: _Walk | None = None
+        self._missing: defaultdict[int, Flaws] = defaultdict(Flaws)
+        """Tasks of which nothing is there, by the newest seal that has them."""
+        self._missing_count = 0
         self.entry_count = 0
         self.task_count = 0
         self.unsealed_count = 0
+
+    def finish(self, *, trimmed_to: int) -> None:
+        """Report tasks of which nothing is there, but for those that retention has removed since the audit began: seals
+        made meanwhile let them go.
+        """
+        for seal, flaws in sorted(self._missing.items()):
+            if seal > trimmed_to:
+                self._flaws.add_all(flaws)
 
     def see(self, page: ChainPage) -> None:
         """Check the next page. The task of its last entry may go on in the one after."""
@@ -276,8 +298,16 @@ class ChainCheck:
             self.task_count += 1
         flaw = walk.flaw or self._end_flaw(walk, leaves, standing)
         if flaw is not None:
-            self._flaws.add(flaw)
+            self._add(flaw)
         self._walk = None
+
+    def _add(self, flaw: Flaw) -> None:
+        if flaw.kind is not FlawKind.TASK_MISSING or flaw.seal is None:
+            self._flaws.add(flaw)
+            return
+        is_kept = self._missing_count < MOST_FLAWS or flaw.seal not in self._missing
+        self._missing_count += is_kept
+        self._missing[flaw.seal].add(flaw, is_kept=is_kept)
 
     def _end_flaw(self, walk: _Walk, leaves: Sequence[TaskLeaf], standing: Standing | None) -> Flaw | None:
         task_id, newest = walk.task_id, max(leaves, key=lambda leaf: leaf.entry_count, default=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import json
+import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -193,9 +194,17 @@ def resume(*, tasks: Sequence[str], where: Filter | None, **common: Any) -> None
 
 
 def _maker(kind: Callable[..., Order], common: dict[str, Any], **options: Any) -> Callable[..., Order]:
-    by = common["by"] or getpass.getuser()
+    by = common["by"] or _user()
     said = {"by": by, "reason": common["reason"], "is_dry_run": common["dry_run"]}
     return lambda task_id, **more: kind(task_id=task_id, **said, **options, **more)
+
+
+def _user() -> str:
+    """The name of who runs this, or the number: in a container there may be no name for it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
 
 
 def _give(tasks: Sequence[str], where: Filter | None, make: Make, common: dict[str, Any]) -> None:

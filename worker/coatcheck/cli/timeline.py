@@ -7,7 +7,8 @@ its first commit (from that commit, if no reply came) to its last commit. What l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -95,10 +96,11 @@ def timeline_of(task: Task, lines: Sequence[Line], now: datetime) -> Timeline:
 def _runs_and_waits(task: Task, lines: Sequence[Line], *, end: datetime) -> Iterator[Bar]:
     """Commits of one epoch are one run; what lies between two of them is a wait."""
     free_from, is_first, last_epoch = task.created_at, True, None
+    ended = _ends_from_outside(lines)
     for epoch, group in groupby(_commits(task, lines), key=lambda commit: commit.epoch):
         commits = list(group)
         replica = next((commit.replica for commit in commits if commit.replica), None)
-        begin = _run_begin(lines, free_from=free_from, first=commits[0].at, is_first=is_first)
+        begin = _run_begin(ended, free_from=free_from, first=commits[0].at, is_first=is_first)
         if begin > free_from:
             yield _wait("waited", free_from, begin)
         yield _run(begin, commits[-1].at, epoch=epoch, replica=replica)
@@ -107,7 +109,7 @@ def _runs_and_waits(task: Task, lines: Sequence[Line], *, end: datetime) -> Iter
         return
     if task.state is TaskState.RUNNING:
         is_same_run = is_first or last_epoch == task.epoch
-        begin = free_from if is_same_run else _run_begin(lines, free_from=free_from, first=end, is_first=False)
+        begin = free_from if is_same_run else _run_begin(ended, free_from=free_from, first=end, is_first=False)
         if begin > free_from:
             yield _wait("waited", free_from, begin)
         yield _run(begin, end, epoch=task.epoch, replica=None)
@@ -123,12 +125,18 @@ def _commits(task: Task, lines: Sequence[Line]) -> list[_Commit]:
     return sorted(found, key=lambda commit: commit.at)
 
 
-def _run_begin(lines: Sequence[Line], *, free_from: datetime, first: datetime, is_first: bool) -> datetime:
+def _ends_from_outside(lines: Iterable[Line]) -> list[datetime]:
+    """When replies came and timers rang, in order."""
+    ended = (line.closed_at for line in lines if line.kind.is_awaited and line.state is not CallState.CLOSED)
+    return sorted(at for at in ended if at is not None)
+
+
+def _run_begin(ended: Sequence[datetime], *, free_from: datetime, first: datetime, is_first: bool) -> datetime:
     """The first run begins with the task; a later one, as far as is known, with the last reply before its commit."""
     if is_first:
         return free_from
-    ended = [line.closed_at for line in lines if line.kind.is_awaited and line.state is not CallState.CLOSED]
-    return max((at for at in ended if at is not None and free_from <= at <= first), default=first)
+    before = bisect_right(ended, first)
+    return ended[before - 1] if before and ended[before - 1] >= free_from else first
 
 
 def _run(begin: datetime, end: datetime, *, epoch: int | None, replica: str | None) -> Bar:
@@ -159,9 +167,15 @@ def _bar_of(line: Line, waits: Sequence[Bar], end: datetime) -> Bar:
 
 
 def _cut(begin: datetime, end: datetime, waits: Sequence[Bar]) -> Iterator[Piece]:
-    """A bar in pieces: those in which the task waited, and those in which a run went on beside it."""
+    """A bar in pieces: those in which the task waited, and those in which a run went on beside it.
+
+    Waits are in order, and only those of its time are looked at: a long task has thousands of bars and of waits.
+    """
     at = begin
-    for wait in waits:
+    for index in range(bisect_right(waits, begin, key=lambda wait: wait.end), len(waits)):
+        wait = waits[index]
+        if wait.begin >= end:
+            break
         first, last = max(wait.begin, at), min(wait.end, end)
         if first >= last:
             continue

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from pathlib import Path
 from uuid import UUID
 
-from coatcheck.errors import InvalidSettings
+from coatcheck.errors import CoatcheckError, InvalidSettings
 from coatcheck.store.audits import LAST_TASK, ChainPage, EntryFilter
 from coatcheck.store.chain import GENESIS, HistoryEntry
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
 from coatcheck.store.rows import Value
 from coatcheck.store.seals import Leaf, Proof, PublicKey, Seal, decode_key, prove
 from coatcheck.store.verification import ChainCheck, Flaw, FlawKind, Flaws, SealCheck
@@ -90,10 +90,13 @@ async def verify(
 ) -> AuditReport:
     """Audit one task, or all. Raises InvalidSettings for a sink that cannot be read."""
     flaws, keys = Flaws(), {key.key_id: key for key in public_keys}
+    newest_seal = (await store.find_seal_lag()).newest
     outside = await asyncio.to_thread(_read_sinks, sinks, flaws) if sinks else None
+    # What a sink has was in the database before: so it is there, unless somebody removed it.
+    last = max((newest_seal.number if newest_seal else 0, *(outside or ())))
     seals = SealCheck(flaws, keys=keys, outside=outside)
     wanted = None if task_id is None else {leaf.seal for leaf in (await _about(store, task_id)).leaves}
-    async for seal, leaves in _read_seals(store, wanted):
+    async for seal, leaves in _read_seals(store, wanted, last=last):
         await asyncio.to_thread(seals.see, seal, leaves)
     seals.finish()
     chains = ChainCheck(flaws, trimmed_to=seals.trimmed_to, horizon=seals.horizon)
@@ -102,6 +105,7 @@ async def verify(
         await asyncio.to_thread(chains.see, page)
         if on_progress is not None:
             on_progress(1.0 if page.is_last else page.upto.int / LAST_TASK.int)
+    chains.finish(trimmed_to=await _trimmed_since(store, seals, keys))
     unchained_count = await store.count_unchained() if task_id is None else 0
     return AuditReport(
         has_integrity=not flaws.integrity_count,
@@ -135,8 +139,12 @@ def _not_covered(
     yield "tasks that ended without a row, and what happened before it was written down"
 
 
+class CannotProve(CoatcheckError):
+    """What would prove a history was altered."""
+
+
 async def find_sealed(store: Store, task_id: UUID) -> Sealed:
-    """A task's history and its proof."""
+    """A task's history and its proof. Raises CannotProve."""
     entries = await _read_entries(store, task_id)
     page = await _about(store, task_id)
     if not page.leaves or not entries:
@@ -144,9 +152,13 @@ async def find_sealed(store: Store, task_id: UUID) -> Sealed:
     heads = {leaf.entry_count: leaf.head for leaf in page.leaves}
     previous = heads.get(entries[0].number - 1, GENESIS)
     number = max(leaf.seal for leaf in page.leaves)
-    (seal,) = await store.read_seals(after=number - 1, limit=1)
-    leaves = [leaf for _, leaf in await store.read_leaves(after=number - 1, last=number, limit=seal.task_count + 1)]
-    place = next(index for index, leaf in enumerate(leaves) if leaf.task_id == task_id)
+    seal = next(iter(await store.read_seals(after=number - 1, limit=1)), None)
+    if seal is None or seal.number != number:
+        raise CannotProve(f"seal {number}, the newest that has task {task_id}, is gone; see: coatcheck audit verify")
+    leaves = [leaf for _, leaf in await store.read_leaves(after=number - 1, last=number, limit=max(seal.task_count, 0))]
+    place = next((index for index, leaf in enumerate(leaves) if leaf.task_id == task_id), None)
+    if place is None:
+        raise CannotProve(f"seal {number} counts fewer tasks than it has leaves; see: coatcheck audit verify")
     proof = await asyncio.to_thread(prove, leaves, place)
     return Sealed(task_id, tuple(entries), previous, seal, leaves[place], proof)
 
@@ -180,13 +192,23 @@ async def _about(store: Store, task_id: UUID) -> ChainPage:
     return await store.read_chains(after=(task_id, _HIGHEST_NUMBER), last=task_id, sealed=_LAST_SEAL, limit=1)
 
 
+async def _trimmed_since(store: Store, seals: SealCheck, keys: Mapping[str, PublicKey]) -> int:
+    """Up to which seal history may be gone by now: retention goes on while an audit reads. Seals made since it began
+    that are not good let nothing go; what is wrong with them is for the next audit to say.
+    """
+    later = SealCheck(Flaws(), keys=keys, after=seals)
+    after = seals.last.number if seals.last else 0
+    async for seal, _ in _read_seals(store, (), after=after):
+        await asyncio.to_thread(later.see, seal, None)
+    return later.trimmed_to
+
+
 async def _read_seals(
-    store: Store, wanted: Collection[int] | None
+    store: Store, wanted: Collection[int] | None, *, after: int = 0, last: int = _LAST_SEAL
 ) -> AsyncIterator[tuple[Seal, Sequence[Leaf] | None]]:
-    """All seals in order, with the leaves of those that are wanted; None: of all."""
-    after = 0
+    """The seals behind `after` up to `last`, in order, with the leaves of those that are wanted; None: of all."""
     while seals := await store.read_seals(after=after, limit=SEALS_AT_ONCE):
-        for group in _groups(seals):
+        for group in _groups([seal for seal in seals if seal.number <= last]):
             leaves: dict[int, list[Leaf]] = {seal.number: [] for seal in group}
             if wanted is None or not leaves.keys().isdisjoint(wanted):
                 most = (
@@ -197,6 +219,8 @@ async def _read_seals(
             for seal in group:
                 yield seal, leaves[seal.number] if wanted is None or seal.number in wanted else None
             after = group[-1].number
+        if seals[-1].number > last:
+            return
 
 
 def _groups(seals: Sequence[Seal]) -> Iterable[Sequence[Seal]]:

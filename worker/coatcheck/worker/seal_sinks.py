@@ -7,7 +7,9 @@ sweepers; that is the same line once more, and no harm.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import http.client
 import json
 import os
 import ssl
@@ -16,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from coatcheck import tls
 from coatcheck.errors import InvalidSettings, TransientError
@@ -79,18 +81,24 @@ class LogSink:
 
 
 class WebhookSink:
-    """An address that gets each seal as a JSON document by POST, and answers with 2xx once it is kept."""
+    """An address that gets each seal as a JSON document by POST, and answers with 2xx once it is kept. A user and
+    password in it are told as HTTP's basic authentication.
+    """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.name = redacted(parts._replace(query="", fragment="").geturl())
-        self._url = url
+        user, at, host = parts.netloc.rpartition("@")
+        self._url = parts._replace(netloc=host).geturl()
+        basic = base64.b64encode(unquote_to_bytes(user)).decode()
+        self._headers = {"authorization": f"Basic {basic}"} if at else {}
 
     async def write(self, seal: Seal) -> None:
         await asyncio.to_thread(self._post, seal)
 
     def _post(self, seal: Seal) -> None:
         headers = {"content-type": "application/json", "idempotency-key": f"coatcheck-seal-{seal.number}"}
+        headers |= self._headers
         request = urllib.request.Request(self._url, _line_of(seal), headers, method="POST")  # noqa: S310 - checked
         try:
             with _OPENER.open(request, timeout=POST_TIMEOUT_S) as answer:
@@ -101,6 +109,9 @@ class WebhookSink:
         except OSError as error:
             reason = getattr(error, "reason", error)
             raise SinkUnavailable(f"{self.name} cannot be reached: {reason}") from None
+        except http.client.HTTPException as error:
+            # No HTTP came back, or the address is none: the text of that one holds the address with its secrets.
+            raise SinkUnavailable(f"{self.name} cannot be used: {type(error).__name__}") from None
         if not 200 <= status < 300:
             raise SinkUnavailable(f"{self.name} answered {status} to seal {seal.number}")
 

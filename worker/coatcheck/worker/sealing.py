@@ -18,7 +18,7 @@ from pathlib import Path
 from coatcheck.errors import InvalidSettings, Rejected, TransientError
 from coatcheck.log import get_logger
 from coatcheck.points import reach
-from coatcheck.store.postgres.store import Store
+from coatcheck.store.front import Store
 from coatcheck.store.seals import Seal, SealKey, decode_key, make_seal
 from coatcheck.worker.metrics import Metrics
 from coatcheck.worker.seal_sinks import Sink, SinkUnavailable, parse_sinks
@@ -31,6 +31,8 @@ MOST_ENTRIES = 100_000
 SINK_BATCH = 100
 LARGEST_KEY_FILE = 4096
 LONGEST_SINK_PAUSE_S = 60.0
+LONGEST_SINK_TURN_S = 5.0
+"""For so long a sink is brought up to date before the next seal is made. One that is new, or slow, takes many turns."""
 
 
 def load_key(written: str) -> SealKey:
@@ -128,27 +130,34 @@ class _Outlet:
         self._pause_s = 1.0
 
     async def bring_up_to_date(self) -> None:
-        """Write the seals that the sink does not have, in order. One that is refused is logged and left for later."""
-        if time.monotonic() < self._again_at_s:
+        """Write the seals that the sink does not have, in order, until its turn is over. One that is refused is logged
+        and left for later.
+        """
+        if (began_s := time.monotonic()) < self._again_at_s:
             return
         if self._written is None:
             marks = {mark.sink: mark.number for mark in await self._store.read_sinks()}
             self._written = marks.get(self._sink.name, 0)
         try:
-            while seals := await self._store.read_seals(after=self._written, limit=SINK_BATCH):
-                await self._write(seals)
+            until_s = began_s + LONGEST_SINK_TURN_S
+            while time.monotonic() <= until_s and (
+                seals := await self._store.read_seals(after=self._written, limit=SINK_BATCH)
+            ):
+                await self._write(seals, until_s)
             self._pause_s = 1.0
         except SinkUnavailable as error:
             log.warning("seal_not_written", sink=self._sink.name, error=str(error), retry_in_s=self._pause_s)
             self._again_at_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_SINK_PAUSE_S)
 
-    async def _write(self, seals: Sequence[Seal]) -> None:
+    async def _write(self, seals: Sequence[Seal], until_s: float) -> None:
         before = self._written
         try:
             for seal in seals:
                 await self._sink.write(seal)
                 self._written = seal.number
+                if time.monotonic() > until_s:
+                    return
         finally:
             if self._written is not None and self._written != before:
                 reach("after_sink")

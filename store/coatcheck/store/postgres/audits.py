@@ -33,7 +33,6 @@ STANDINGS = text("""
      WHERE id >= CAST(:first AS uuid) AND id <= CAST(:last AS uuid) AND entry_count > 0 ORDER BY id
 """)
 UNCHAINED = text("SELECT count(*) FROM coatcheck.task WHERE entry_count = 0 AND epoch > 0")
-UNSEALED = text("SELECT count(*) FROM coatcheck.history WHERE xid >= CAST(:floor AS xid8)")
 FILTERED = """
     SELECT h.task_id, t.service, h.number, h.kind, h.at, h.replica, h.epoch, h.actor, h.key, h.data, h.digest, h.hash
       FROM coatcheck.history h LEFT JOIN coatcheck.task t ON t.id = h.task_id

@@ -21,6 +21,7 @@ from coatcheck.store.postgres.sql import STATEMENTS
 from coatcheck.store.rows import Peer, Task, TaskId
 from coatcheck.store.targets import Place
 
+FILTER_PAGE = 1000
 RUN_COLUMNS = ("is_pausing", "seq", "entry_count", "head")
 TASK_COLUMNS = (
     *("state", "epoch", "checkpoint", "attempt", "pickups", "revision", "is_final_sent", "value", "traceback"),
@@ -37,28 +38,41 @@ async def order(connection: Connection, order: Order, *, author: Author) -> Orde
         return deed if isinstance(deed, OrderRefused) else deed.done
     reach("before_order")
     entries, chain = author.tell(deed.task.task_id, deed.drafts, at=deed.task.chain, epoch=deed.task.epoch)
-    await tell(connection, [Told(deed.task.task_id, entry) for entry in entries])
     task = replace(deed.task, entry_count=chain.count, head=chain.head)
     if isinstance(order, Fork):
-        return await _fork(connection, deed, task, order, author.replica)
-    cancels = await _forget(connection, deed)
-    await _supersede(connection, deed.superseding, task, author.replica)
-    await _write(connection, deed, task)
-    return replace(deed.done, cancels=tuple(cancels))
+        done = await _fork(connection, deed, task, order, author.replica)
+    else:
+        cancels = await _forget(connection, deed)
+        await _supersede(connection, deed.superseding, task, author.replica)
+        await _write(connection, deed, task)
+        done = replace(deed.done, cancels=tuple(cancels))
+    if isinstance(done, OrderDone):
+        await tell(connection, [Told(task.task_id, entry) for entry in entries])
+    return done
 
 
 async def find_for_order(connection: Connection, wanted: Filter, *, limit: int) -> list[TaskId]:
-    """The oldest tasks that a filter lets pass."""
+    """The oldest tasks that a filter lets pass. Failures are read a page at a time: there may be millions."""
     await connection.begin_survey()
-    asked = {
+    asked: dict[str, Any] = {
         "states": [str(state) for state in wanted.states] or None,
         "service": wanted.service,
         "handler": wanted.handler,
         "since": wanted.since,
         "until": wanted.until,
+        "has_values": wanted.code is not None,
+        "limit": FILTER_PAGE,
+        "after_at": None,
+        "after_id": None,
     }
-    found = await rows(connection, STATEMENTS["find_for_order"], **asked)
-    return [row["id"] for row in found if wanted.has_code(row["value"])][:limit]
+    found: list[TaskId] = []
+    while len(found) < limit:
+        page = await rows(connection, STATEMENTS["find_for_order"], **asked)
+        found += [row["id"] for row in page if wanted.has_code(row["value"])]
+        if len(page) < FILTER_PAGE:
+            break
+        asked |= {"after_at": page[-1]["created_at"], "after_id": page[-1]["id"]}
+    return found[:limit]
 
 
 async def _places(connection: Connection, task_id: TaskId) -> list[Place]:

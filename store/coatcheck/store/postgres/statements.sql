@@ -601,14 +601,19 @@ VALUES (CAST(:id AS uuid), 0, CAST(:key AS text), 'note', CAST(:key AS text), ''
         CAST(:replica AS text))
 
 -- name: find_for_order
--- The oldest first. `code` is in a value, which the caller reads.
-SELECT id, CASE WHEN state IN ('failed', 'cancelled', 'held', 'retrying') THEN value END AS value FROM coatcheck.task
+-- A page, the oldest first. `code` is in a value, which the caller reads, if it asks for one.
+SELECT id, created_at,
+       CASE WHEN CAST(:has_values AS boolean) AND state IN ('failed', 'cancelled', 'held', 'retrying')
+            THEN value END AS value
+  FROM coatcheck.task
  WHERE epoch > 0 AND (CAST(:states AS text[]) IS NULL OR state = ANY(CAST(:states AS text[])))
    AND (CAST(:service AS text) IS NULL OR service = CAST(:service AS text))
    AND (CAST(:handler AS text) IS NULL OR handler = CAST(:handler AS text))
    AND (CAST(:since AS timestamptz) IS NULL OR created_at >= CAST(:since AS timestamptz))
    AND (CAST(:until AS timestamptz) IS NULL OR created_at < CAST(:until AS timestamptz))
- ORDER BY created_at, id
+   AND (CAST(:after_at AS timestamptz) IS NULL
+        OR (created_at, id) > (CAST(:after_at AS timestamptz), CAST(:after_id AS uuid)))
+ ORDER BY created_at, id LIMIT CAST(:limit AS integer)
 
 
 -- ===== the sweeper =====
