@@ -348,7 +348,7 @@ class Settings:
         timedelta, Duration("how often a sweeper seals what histories have gained", 100 * _MS, _HOUR)
     ] = timedelta(seconds=10)
     seal_sink: Annotated[
-        str | None, Text("where seals are written to, too: file:PATH, log:, https://…; several with commas")
+        str | None, Secret("where seals are written to, too: file:PATH, log:, https://…; several with commas")
     ] = None
 
     declare: Annotated[
