@@ -72,10 +72,12 @@ class Judge:
             self.world.complain(f"the history of task {_short(task_id)} is broken at entry {bad}")
         self._chains[task_id] = (len(told), told[-1].hash)
         kinds = Counter(entry.kind for entry in told)
-        is_over = task.state in FINAL_STATES
-        if (kinds["accepted"], kinds["finished"] + kinds["cancelled"]) != (1, int(is_over)):
+        taken_back = max((number for number, one in enumerate(told) if one.kind in ("retried", "rewound")), default=0)
+        ends = sum(entry.kind in ("finished", "cancelled") for entry in told[taken_back:])
+        if (kinds["accepted"], ends) != (1, int(task.state in FINAL_STATES)):
             self.world.complain(f"task {_short(task_id)} is {task.state}, and its history says {dict(kinds)}")
-        granted = kinds["resumed"] + kinds["taken_over"] + kinds["cancelled"]
+        ordered = kinds["rewound"] + kinds["retried"] + kinds["paused"] + kinds["unpaused"]
+        granted = kinds["resumed"] + kinds["taken_over"] + kinds["cancelled"] + ordered
         if task.history is HistoryLevel.FULL and granted < task.epoch - 1:
             self.world.complain(f"task {_short(task_id)} has epoch {task.epoch}, and its history says {dict(kinds)}")
 
