@@ -49,6 +49,14 @@ async def answering(asked: Asked) -> None:
     await asked.reply("hoo")
 
 
+async def answering_texts(asked: Asked) -> None:
+    """All but the last call, whose body is a number."""
+    if isinstance(asked.body, str):
+        await asked.reply("hoo")
+    else:
+        asked.peer.arrived.put_nowait(asked)
+
+
 async def finished(client: Client, task_id: UUID) -> Any:
     return await client.result(task_id, timeout=40)
 
@@ -81,6 +89,29 @@ async def test_fork_at_every_checkpoint_gives_the_same_result_and_does_only_what
         assert effects.keys().isdisjoint(kept)
         assert effects.keys() | kept == {"a", "b", "c", "d", "e", "branch"}
         assert set(effects.values()) <= {1}
+
+
+async def test_waiting_task_is_rewound_at_every_checkpoint_and_does_only_what_is_later(scene: Any) -> None:
+    _, client, service, peer, effects, _ = scene
+    number = last = 0
+    while number <= last:
+        peer.answer = answering_texts
+        ticket = await client.submit(service, 5, reply=False)
+        (question,) = await peer.asked()
+        await until(lambda: _is(client, ticket.task_id, TaskState.PARKED), what="it waits")  # noqa: B023 - at once
+        last = (await client.get(ticket.task_id)).checkpoint  # one less, where two things were ready at once
+        number = min(number, last)
+        steps = [line for line in await client.lines(ticket.task_id) if line.kind == "step"]
+        kept = {line.key.rpartition("/")[2] for line in steps if line.checkpoint <= number}
+        effects.clear()
+        peer.answer = answering
+
+        await client.rewind(ticket.task_id, number)
+
+        await question.reply("hoo")
+        assert await finished(client, ticket.task_id) == EXPECTED
+        assert effects == Counter({"a", "b", "c", "d", "e", "branch"} - kept)
+        number += 1
 
 
 async def test_failed_task_is_rewound_at_every_checkpoint(scene: Any) -> None:

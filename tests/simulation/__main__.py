@@ -73,6 +73,18 @@ def _exhaustive() -> Iterator[tuple[str, Plan]]:
         plan.faults = faults
         yield name, plan
     yield from _crowded()
+    yield from _ordered()
+
+
+def _ordered() -> Iterator[tuple[str, Plan]]:
+    """A crash at every point while people give orders, theirs among them."""
+    scene = Scene(0, plans.ordered())
+    assert not scene.run(), scene.world.violations
+    assert scene.reached["after_order"], "no order was given"
+    for name, faults in plans.single_crashes(0, dict(scene.reached)):
+        plan = plans.ordered()
+        plan.faults = faults
+        yield f"{name}, ordered", plan
 
 
 def _crowded() -> Iterator[tuple[str, Plan]]:

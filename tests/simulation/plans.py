@@ -110,6 +110,12 @@ def calm() -> Plan:
     return Plan([Ask(0, "branches", 5, 0.0)], Faults(restart_s=2.0))
 
 
+def ordered() -> Plan:
+    """One task that people take back, pause and retry while it waits, and nothing else goes wrong."""
+    orders = [(0.5, "rewind", 0), (1.0, "pause", 0), (25.0, "retry", 0)]
+    return Plan([Ask(0, "branches", 5, 0.0)], Faults(restart_s=2.0), orders=orders)
+
+
 def single_crashes(turns: int, reached: dict[str, int]) -> Iterator[tuple[str, Faults]]:
     """A crash at every await, and at every time a named point is reached."""
     for turn in range(1, turns + 1):

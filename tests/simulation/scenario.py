@@ -189,10 +189,13 @@ class Scene:
         return SimStore(self, process, **options)
 
     def start(self, name: str) -> None:
-        """Start a worker or sweeper, or start it anew."""
+        """Start a worker, a sweeper or a person, or start it anew. A person gives all orders once more."""
         self._restarts += 1
         process = self.world.spawn(f"{name}.{self._restarts}")
         self.victims[name] = process
+        if name == "person":
+            process.start(order_all(SimStore(self, process), self.plan.orders, self.world.complain))
+            return
         self.world.current = process
         settings = replace(SETTINGS, history=History.FULL if self.world.seed % 2 else History.OUTCOME)
         part = (
@@ -333,8 +336,7 @@ class Scene:
         client = world.spawn("client")
         client.start(self._ask_all())
         if plan.orders:
-            person = world.spawn("person")
-            person.start(order_all(SimStore(self, person), plan.orders, world.complain))
+            self.start("person")
         self._arrange_faults()
 
     def _send_bad(self, number: int) -> None:

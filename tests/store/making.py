@@ -40,6 +40,7 @@ from coatcheck.store.views import Renewal
 NOW = timedelta()
 TASK_COUNT = 8
 KEYS = ("a#1", "b#1", "c#1")
+ENDS = (TaskState.DONE, TaskState.DONE, TaskState.FAILED, TaskState.FAILED, TaskState.CANCELLED)
 POINTS = ("start", "latest", "before:last-failure", "nowhere", *(f"before:{key}" for key in (*KEYS, "none")))
 LEASES = (NOW, MINUTE, 5 * MINUTE)
 REPLIES: dict[str, tuple[CallState | None, bytes, dict[str, Any] | None]] = {
@@ -119,7 +120,12 @@ class Maker:
         task_id = self.one(tasks).task_id if tasks else self.one(self._near).task_id
         is_dry_run = self.one([False] * 5 + [True])
         who: dict[str, Any] = {"task_id": task_id, "by": self.one([None, "ann"]), "is_dry_run": is_dry_run}
-        match self._weighted({"rewind": 5, "set": 2, "retry": 3, "pause": 4, "resume": 4}):
+        failed = [row.task.task_id for row in self._rows(TaskState.FAILED, TaskState.HELD, TaskState.RETRYING)]
+        known = [row.task for row in self._tables.tasks.values()]
+        paused = [task.task_id for task in known if task.state is TaskState.PAUSED or task.is_pausing]
+        # Tasks that can be retried or resumed are few: where there are some, that is done to one of them.
+        weights = {"rewind": 5, "set": 2, "retry": 5 if failed else 1, "pause": 4, "resume": 8 if paused else 1}
+        match self._weighted(weights):
             case "rewind":
                 to = self.one([0, 1, 2, 3, *POINTS])
                 body = self.one([None, None, None, encode("another")])
@@ -127,11 +133,10 @@ class Maker:
             case "set":
                 return Rewind(**who, sets={key: encode("set") for key in self.some(KEYS, least=1, most=2)})
             case "retry":
-                return Retry(**who)
+                return Retry(**who | {"task_id": self.one(failed or [task_id])})
             case "pause":
                 return Pause(**who)
             case _:
-                paused = [row.task.task_id for row in self._rows(TaskState.PAUSED)]
                 return Resume(**who | {"task_id": self.one(paused or [task_id])})
 
     def fork(self) -> Fork:
@@ -203,7 +208,7 @@ class Maker:
                 groups = tuple(self._groups(task_id, changes))
                 return Park(groups, lease) if groups else Going(lease)
             case "finish":
-                state, keep = self.one([TaskState.DONE, TaskState.FAILED]), self.one([NOW, 5 * MINUTE, DAY])
+                state, keep = self.one(ENDS), self.one([NOW, 5 * MINUTE, DAY])
                 return Finish(state, value, keep, traceback, is_detached=self.maybe())
             case "again":
                 return Again(lease, value, traceback, tuple(self.some(KEYS)))

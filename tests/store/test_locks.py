@@ -27,7 +27,7 @@ from tests.store.kit import (
 from coatcheck.store import Store, TaskState
 from coatcheck.store.batcher import BATCH_ROUNDS, LockTimeout
 from coatcheck.store.postgres.database import SERVER_SETTINGS
-from coatcheck.store.rows import Birth, PutDone, PutRefused, Request, Verdict, Wake
+from coatcheck.store.rows import Answered, Birth, PutDone, PutRefused, Request, Verdict, Wake
 from coatcheck.store.views import Renewal
 
 SOON_S = 3.0  # less than `lock_timeout`: whoever waited for the lock would miss it
@@ -245,7 +245,7 @@ async def test_marking_what_is_locked_or_unknown_waits_for_nobody(store, sql):
 
         async with asyncio.timeout(2):
             await store.mark_sent([one.call_id, call().call_id])
-            await store.mark_final_sent({new_id(): ()})
+            await store.mark_final_sent({new_id(): Answered((), 0)})
 
 
 # --- a task that goes while somebody reaches for it ---

@@ -196,7 +196,7 @@ async def test_caller_that_leaves_does_not_stop_its_transaction():
     task = await start(store)
     await written(store, put_of(task, done(is_detached=True)))
     store._transact = slow  # type: ignore[method-assign]
-    caller = asyncio.create_task(store.mark_final_sent({task.task_id: task.addresses}))
+    caller = asyncio.create_task(store.mark_final_sent({task.task_id: task.answered}))
     await reached.wait()
     caller.cancel()
     goes_on.set()

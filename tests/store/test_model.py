@@ -29,7 +29,7 @@ from coatcheck.errors import Rejected
 from coatcheck.store import CallId, CallState, MemoryStore, Store, Task, TaskId, TaskState
 from coatcheck.store.orders import OrderDone
 from coatcheck.store.postgres.database import SERVER_SETTINGS
-from coatcheck.store.rows import Address, OpenCall, Peer, PutDone, Ruling
+from coatcheck.store.rows import Address, Answered, OpenCall, Peer, PutDone, Ruling
 from coatcheck.store.views import Retention
 
 EXAMPLES, STEPS = 25, 50
@@ -45,7 +45,7 @@ HAPPENS = (
     *("PutDone", "put parked", "put born", "PutRefused", "Rejected", "looked", "cancel recorded"),
     *(f"claim {verdict}" for verdict in ("granted", "recorded", "duplicate", "late", "unknown")),
     *("accept granted", "accept duplicate", "resume granted", "resume early", "retired"),
-    *("order rewind", "order pause", "order fork", "OrderRefused"),
+    *("order rewind", "order retry", "order pause", "order resume", "order fork", "OrderRefused"),
 )
 
 
@@ -116,7 +116,10 @@ class Twins(RuleBasedStateMachine):
     def _mark(self, make: Maker) -> None:
         calls, births = make.some(make.calls), make.some(make.births)
         others = [Address(to, correlation_id) for to in ("answers", "others") for correlation_id in ("a", None)]
-        told = {one.task_id: [*([one.address] if one.address else []), *make.some(others)] for one in births}
+        told = {
+            one.task_id: Answered([*([one.address] if one.address else []), *make.some(others)], make.one([0, 0, 1]))
+            for one in births
+        }
         self._ask(lambda store: store.mark_sent(calls))
         self._ask(lambda store: store.mark_final_sent(told))
 

@@ -138,6 +138,22 @@ async def test_retry_forgets_failures_and_calls_that_the_end_closed(store, bench
     await assert_sound(bench)
 
 
+async def test_end_that_was_told_before_a_retry_does_not_count_for_the_one_after_it(store):
+    task = await start(store)
+    await written(store, put_of(task, FAILED))
+    before = await get(store, task.task_id)
+    await order(store, Retry, task)
+    task = await get(store, task.task_id)
+    await written(store, put_of((await store.resume(Wake(task.task_id, task.epoch))).task, done()))
+
+    await store.mark_final_sent({task.task_id: before.answered})
+
+    task = await get(store, task.task_id)
+    assert (task.state, task.is_final_sent) == (TaskState.DONE, False)
+    await store.mark_final_sent({task.task_id: task.answered})
+    assert (await get(store, task.task_id)).is_final_sent
+
+
 async def test_retry_lets_a_held_task_go_on_now(store):
     task = await start(store)
     await written(store, put_of(task, hold(DAY)))

@@ -38,7 +38,7 @@ from tests.store.kit import (
 from coatcheck.store import Store
 from coatcheck.store.postgres.connection import Connection, _compiled
 from coatcheck.store.postgres.database import SERVER_SETTINGS
-from coatcheck.store.rows import Address, Request, Wake
+from coatcheck.store.rows import Address, Answered, Request, Wake
 from coatcheck.store.views import Renewal, Retention
 
 AT_REST = """
@@ -164,7 +164,7 @@ async def _do_everything(store: Store, sql: asyncpg.Connection, bench: Bench) ->
     await store.mark_sent([call().call_id])
     await store.resend_calls([call().call_id], after=timedelta())
     await store.resend_to(task.task_id, Address("q", "c"), after=timedelta())
-    await store.mark_final_sent({task.task_id: (*task.addresses, Address("q", "c"))})
+    await store.mark_final_sent({task.task_id: Answered((*task.addresses, Address("q", "c")), 0)})
     await park(store, [late := call()])
     await make_due(bench, late)
     await store.look(limit=100, again=timedelta(seconds=30))

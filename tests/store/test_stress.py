@@ -29,7 +29,20 @@ from tests.store.kit import (
 from coatcheck.errors import StoreUnavailable
 from coatcheck.store import Store
 from coatcheck.store.postgres import database
-from coatcheck.store.rows import Finish, Going, NewCall, Park, PutDone, Request, Ruling, Task, TaskId, Verdict, Wake
+from coatcheck.store.rows import (
+    Answered,
+    Finish,
+    Going,
+    NewCall,
+    Park,
+    PutDone,
+    Request,
+    Ruling,
+    Task,
+    TaskId,
+    Verdict,
+    Wake,
+)
 from coatcheck.store.views import Renewal, Retention
 
 TASK_COUNT = 50
@@ -132,7 +145,9 @@ class Replica:
     async def mark(self) -> None:
         """Everything has left: so what is ended may go."""
         await self.store.mark_sent([one.call_id for opened in list(self.known.values()) for one in opened[-12:]])
-        await self.store.mark_final_sent({one.task_id: [one.address] for one in self.births if one.address})
+        await self.store.mark_final_sent(
+            {one.task_id: Answered([one.address], 0) for one in self.births if one.address}
+        )
 
 
 async def test_replicas_at_random_never_deadlock_and_leave_sound_rows(bench, collisions):

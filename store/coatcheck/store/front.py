@@ -21,6 +21,7 @@ from coatcheck.store.port import Operations
 from coatcheck.store.rows import (
     MAX_HISTORY,
     Address,
+    Answered,
     Arrival,
     CallId,
     CancelAsk,
@@ -158,9 +159,9 @@ class Store:
     async def mark_sent(self, calls: Sequence[CallId]) -> None:
         await self._operations.mark_sent(calls)
 
-    async def mark_final_sent(self, told: Mapping[TaskId, Sequence[Address]]) -> None:
-        """Note that the final replies of these were sent, to these addresses. One whose row has another by now stays
-        unsent.
+    async def mark_final_sent(self, told: Mapping[TaskId, Answered]) -> None:
+        """Note that the final replies of these were sent, to these addresses. One whose row has another address or
+        revision by now stays unsent.
         """
         await self._operations.mark_final_sent(told)
 

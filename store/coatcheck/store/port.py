@@ -34,6 +34,7 @@ from coatcheck.store.history import Author
 from coatcheck.store.orders import Filter, Order, OrderDone, OrderRefused
 from coatcheck.store.rows import (
     Address,
+    Answered,
     Arrival,
     CallId,
     CancelAsk,
@@ -151,8 +152,8 @@ class Operations(Protocol):
     async def mark_sent(self, calls: Sequence[CallId]) -> None:
         """Note that calls are known to be with the broker; a send is over with that."""
 
-    async def mark_final_sent(self, told: Mapping[TaskId, Sequence[Address]]) -> None:
-        """Note that final replies were sent, where every address that the row has now was told."""
+    async def mark_final_sent(self, told: Mapping[TaskId, Answered]) -> None:
+        """Note that final replies were sent, where every address of the row was told, and of its revision."""
 
     async def resend_calls(self, calls: Sequence[CallId], *, after: timedelta) -> None:
         """Let the sweeper send open, unsent calls after this span, or earlier if it would anyway."""

@@ -20,11 +20,11 @@ States of a task, and who moves it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import IntEnum, StrEnum
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 from uuid import UUID
 
 import msgspec
@@ -199,6 +199,13 @@ class Address(Value, frozen=True):
     correlation_id: str | None
 
 
+class Answered(NamedTuple):
+    """Which end of a task was sent, and where: one that is taken back by order comes to another end."""
+
+    addresses: Sequence[Address]
+    revision: int
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asked for a task: what the app made of a token, and never the token itself.
@@ -294,6 +301,11 @@ class Task(Value, frozen=True):
     def chain(self) -> Chain:
         """Where its history stands."""
         return Chain(self.history, self.entry_count, self.head)
+
+    @property
+    def answered(self) -> Answered:
+        """What is answered once its end was sent to all its addresses."""
+        return Answered(self.addresses, self.revision)
 
     def wants(self, birth: Birth) -> bool:
         """Tell whether the same request came with one more address to answer, while the task is unfinished."""

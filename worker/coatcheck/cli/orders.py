@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 
 from coatcheck.cli.options import connections, find_task_id, json_option, make_client
 from coatcheck.cli.output import emit_json, say
+from coatcheck.points import arm_from_environment
 from coatcheck.store.blobs import encode
 from coatcheck.store.orders import Filter, Fork, Order, OrderDone, Pause, Resume, Retry, Rewind
 from coatcheck.store.rows import TaskId, TaskState
@@ -211,6 +212,7 @@ def _give(tasks: Sequence[str], where: Filter | None, make: Make, common: dict[s
     """Give the order to each task, say what came of it, and exit with 1 if one was refused."""
     if bool(tasks) == (where is not None):
         raise click.UsageError("name tasks, or give --where, and not both")
+    arm_from_environment()
     client = make_client(broker=common["broker"], store=common["store"])
     refused = asyncio.run(_order(client, tasks, where, make, as_json=common["as_json"]))
     click.get_current_context().exit(1 if refused else 0)
@@ -265,7 +267,7 @@ def describe(done: OrderDone) -> list[str]:
         verb = "not taken over" if done.verb == "fork" else "discarded"
         lines.append(f"  {verb}: {_some(done.discarded)}")
     if done.closed:
-        lines.append(f"  open until now, their peers are told: {_some(done.closed)}")
+        lines.append(f"  open until now, and closed: {_some(done.closed)}")
     lines += [f"  note: {one}" for one in done.warnings]
     if not done.is_dry_run:
         lines.append(f"  next: {_next(done)}")

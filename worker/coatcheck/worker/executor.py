@@ -34,7 +34,7 @@ from coatcheck.log import get_logger
 from coatcheck.points import reach
 from coatcheck.store.blobs import CorruptBlob, encode, unpacked_size
 from coatcheck.store.orders import OrderRefused, Rewind
-from coatcheck.store.rows import ALONE, Again, Changes, Finish, HistoryLevel, Hold, TaskState
+from coatcheck.store.rows import ALONE, Again, Answered, Changes, Finish, HistoryLevel, Hold, TaskState
 from coatcheck.worker import events
 from coatcheck.worker.app import Handler
 from coatcheck.worker.binding import Bound
@@ -442,7 +442,7 @@ class Executor:
             self._tell(end.why)
         is_told = not live.addresses or await self._answer(live, end, is_stored=is_stored)
         if is_stored and live.is_detached and is_told:
-            await self._runtime.store.mark_final_sent({live.task_id: live.addresses})
+            await self._runtime.store.mark_final_sent({live.task_id: Answered(live.addresses, live.revision)})
         self._tell(events.TaskFinished(live.task_id, end.state.value))
         if not live.unanswered:
             live.ack(is_answered=True)

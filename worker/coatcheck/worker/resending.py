@@ -59,7 +59,7 @@ async def send_final(runtime: Runtime, task: Task) -> bool:
     if refused:
         await leave_final(runtime, task.task_id, refused)
     else:
-        await runtime.gate.insist(lambda _: runtime.store.mark_final_sent({task.task_id: task.addresses}))
+        await runtime.gate.insist(lambda _: runtime.store.mark_final_sent({task.task_id: task.answered}))
     return not refused
 
 

@@ -239,7 +239,7 @@ class Sweeper(Running):
             left = {task.task_id for task in await _each(finals, partial(self._send_finals, outbox))}
             reach("sweep_resent")
             told = [task for task in looked.unsent_finals if task.task_id not in left]
-            await store.mark_final_sent({task.task_id: task.addresses for task in told})
+            await store.mark_final_sent({task.task_id: task.answered for task in told})
             self._tell_resent(len(finals) - len(left))
         for queue in outbox.take_open():
             # What waits for it has pauses of minutes by now; a queue that is full in turns would meet few of them.

@@ -13,7 +13,7 @@ from coatcheck.store import decide, history
 from coatcheck.store.blobs import is_damaged
 from coatcheck.store.history import Author
 from coatcheck.store.memory.tables import CallRow, Tables, TaskRow, check_text, earliest
-from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, CallId, CallState, TaskId, TaskState
+from coatcheck.store.rows import ALONE, MOST_ADDRESSES, Address, Answered, CallId, CallState, TaskId, TaskState
 from coatcheck.store.views import LookedAt, Renewal, Renewed, Retention
 
 Seen = TypeVar("Seen", CallRow, TaskRow)
@@ -183,10 +183,12 @@ def mark_sent(tables: Tables, calls: Sequence[CallId]) -> None:
             tables.change(call, state=CallState.OK, closed_at=tables.now)
 
 
-def mark_final_sent(tables: Tables, told: Mapping[TaskId, Sequence[Address]]) -> None:
-    for task_id, addresses in told.items():
+def mark_final_sent(tables: Tables, told: Mapping[TaskId, Answered]) -> None:
+    for task_id, (addresses, revision) in told.items():
         row = tables.tasks.get(task_id)
-        if row is not None and row.task.state.is_final and {*row.task.addresses} <= {*addresses}:
+        if row is None or not row.task.state.is_final or row.task.revision != revision:
+            continue
+        if {*row.task.addresses} <= {*addresses}:
             tables.change(row, task=replace(row.task, is_final_sent=True), look_at=None)
 
 

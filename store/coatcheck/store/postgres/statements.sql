@@ -111,7 +111,7 @@ SELECT id, service, handler, version, identity, digest, correlation_id, request,
        clock_timestamp() + CASE WHEN NOT is_final THEN due_s
                                 WHEN is_detached THEN CAST(:resend_after_s AS float8) END * interval '1 s',
        CASE WHEN is_final THEN clock_timestamp() END, statement_timestamp()
-  FROM (SELECT *, state IN ('done', 'failed') AS is_final
+  FROM (SELECT *, state IN ('done', 'failed', 'cancelled') AS is_final
           FROM unnest(CAST(:id AS uuid[]), CAST(:service AS text[]), CAST(:handler AS text[]),
                       CAST(:version AS text[]), CAST(:identity AS text[]), CAST(:digest AS bytea[]),
                       CAST(:correlation_id AS text[]), CAST(:request AS bytea[]), CAST(:addresses AS text[]),
@@ -295,7 +295,7 @@ SELECT id FROM (
 -- part: put_held
 -- The rows that stand exactly as their runs last saw them, locked. A claimed reply would have taken a number. One that
 -- is to be paused takes an end or a pause, and nothing else.
-SELECT u.*, u.state IN ('done', 'failed') AS is_final, t.addresses
+SELECT u.*, u.state IN ('done', 'failed', 'cancelled') AS is_final, t.addresses
   FROM unnest(CAST(:u_id AS uuid[]), CAST(:u_epoch AS integer[]), CAST(:u_follows AS integer[]),
               CAST(:u_seen AS integer[]), CAST(:u_is_progress AS boolean[]), CAST(:u_state AS text[]),
               CAST(:u_seq AS integer[]), CAST(:u_is_detached AS boolean[]), CAST(:u_wait_calls AS text[]),
@@ -776,10 +776,12 @@ UPDATE coatcheck.call SET is_sent = true, look_at = due_at,
                ORDER BY id FOR UPDATE SKIP LOCKED)
 
 -- name: mark_final_sent
--- Not where the row has learnt an address meanwhile (`resend_to`): that one is still to be told.
+-- Not where the row has learnt an address meanwhile (`resend_to`): that one is still to be told. Nor where the task was
+-- taken back after the end that was told.
 UPDATE coatcheck.task t SET is_final_sent = true, look_at = NULL
   FROM (SELECT t.id FROM coatcheck.task t
-          JOIN unnest(CAST(:ids AS uuid[]), CAST(:told AS text[])) AS u(id, told) ON u.id = t.id
+          JOIN unnest(CAST(:ids AS uuid[]), CAST(:told AS text[]), CAST(:revisions AS integer[]))
+            AS u(id, told, revision) ON u.id = t.id AND u.revision = t.revision
          WHERE t.state IN ('done', 'failed', 'cancelled')
            AND NOT EXISTS (SELECT FROM jsonb_array_elements(t.addresses) AS each
                             WHERE each NOT IN (SELECT jsonb_array_elements(u.told::jsonb)))

@@ -19,7 +19,7 @@ from coatcheck.store.postgres.database import rows
 from coatcheck.store.postgres.histories import Told, tell
 from coatcheck.store.postgres.records import addresses_json, peer_of, readable, task_of
 from coatcheck.store.postgres.sql import PARTS, STATEMENTS
-from coatcheck.store.rows import ALONE, FINAL_STATES, MOST_ADDRESSES, Address, CallId, Chain, TaskId
+from coatcheck.store.rows import ALONE, FINAL_STATES, MOST_ADDRESSES, Address, Answered, CallId, Chain, TaskId
 from coatcheck.store.views import LookedAt, Renewal, Renewed, Retention
 
 RETIRE_TASKS = {state: text(PARTS["tasks_to_retire"].replace("{state}", state.value)) for state in sorted(FINAL_STATES)}
@@ -177,10 +177,12 @@ async def mark_sent(connection: Connection, calls: Sequence[CallId]) -> None:
     await connection.execute(STATEMENTS["mark_sent"], {"ids": sorted(calls)})
 
 
-async def mark_final_sent(connection: Connection, told: Mapping[TaskId, Sequence[Address]]) -> None:
+async def mark_final_sent(connection: Connection, told: Mapping[TaskId, Answered]) -> None:
     """Note that the final replies of tasks were sent, where all that the row is to tell were told."""
-    addresses = [addresses_json(each) for each in told.values()]
-    await connection.execute(STATEMENTS["mark_final_sent"], {"ids": list(told), "told": addresses})
+    addresses = [addresses_json(each.addresses) for each in told.values()]
+    revisions = [each.revision for each in told.values()]
+    values = {"ids": list(told), "told": addresses, "revisions": revisions}
+    await connection.execute(STATEMENTS["mark_final_sent"], values)
 
 
 async def resend_calls(connection: Connection, calls: Sequence[CallId], *, after: timedelta) -> None:

@@ -193,7 +193,7 @@ async def test_redelivered_request_of_a_finished_task_finds_its_reply_unsent_unt
     await written(store, put_of(task, done()))
 
     before = await store.accept(Request(newborn, is_redelivered=True))
-    await store.mark_final_sent({task.task_id: task.addresses})
+    await store.mark_final_sent({task.task_id: task.answered})
     after = await store.accept(Request(newborn, is_redelivered=True))
 
     assert (before.verdict, before.unsent.is_final_unsent) == (Verdict.FINISHED, True)

@@ -148,7 +148,7 @@ async def test_second_cancel_finds_it_done_until_the_reply_is_marked_as_sent(sto
     await store.cancel(cancel_of(task_id))
 
     before = await store.cancel(cancel_of(task_id))
-    await store.mark_final_sent({task_id: before.task.addresses})
+    await store.mark_final_sent({task_id: before.task.answered})
     after = await store.cancel(cancel_of(task_id))
 
     assert (before.verdict, before.unsent.is_final_unsent, len(before.cancels)) == (Verdict.FINISHED, True, 1)

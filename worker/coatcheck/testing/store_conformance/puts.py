@@ -7,11 +7,12 @@ import pytest
 from msgspec.structs import replace
 
 from coatcheck.errors import Rejected
-from coatcheck.store import CallState, Kind, TaskState, decode
-from coatcheck.store.rows import Changes, Park, PutDone, PutRefused, Request, TaskId, Verdict, Wake
+from coatcheck.store import CallState, Kind, TaskState, decode, encode
+from coatcheck.store.rows import Changes, Finish, Park, PutDone, PutRefused, Request, TaskId, Verdict, Wake
 from coatcheck.store.views import Renewal
 from coatcheck.testing.store_conformance.kit import (
     AT_ONCE,
+    DAY,
     MINUTE,
     again,
     all_of,
@@ -365,6 +366,21 @@ async def test_finish_closes_what_is_open_and_names_it_for_cancelling(store, ben
     assert {peer.call_id for peer in answer.cancels} == {one.call_id for one in members}
     states = {line.key: line.state for line in await store.task_lines(task.task_id)}
     assert states == dict.fromkeys(("search#1", "search#2", "sleep#1"), CallState.CLOSED) | {"plan#1": CallState.OK}
+    await assert_sound(bench)
+
+
+async def test_run_may_end_as_cancelled_with_a_row_or_without(store, bench):
+    one, end = call(), Finish(TaskState.CANCELLED, encode({"code": "cancelled"}), DAY)
+    task = await start(store)
+    await written(store, put_of(task, going(), opens=(one,)))
+
+    answer = await written(store, put_of(await get(store, task.task_id), end))
+    await written(store, birth_put(newborn := birth(), end))
+
+    assert [peer.call_id for peer in answer.cancels] == [one.call_id]
+    for task_id in (task.task_id, newborn.task_id):
+        after = await get(store, task_id)
+        assert (after.state, after.finished_at is None) == (TaskState.CANCELLED, False)
     await assert_sound(bench)
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from msgspec.structs import replace
 
 from coatcheck.store import CallState, TaskState, encode
-from coatcheck.store.rows import Address, Finish, Request, Verdict, Wake
+from coatcheck.store.rows import Address, Answered, Finish, Request, Verdict, Wake
 from coatcheck.store.views import Renewal, Retention
 from coatcheck.testing.store_conformance.kit import (
     AT_ONCE,
@@ -203,7 +203,7 @@ async def test_marking_what_is_unknown_or_unfinished_changes_nothing(store, benc
     before = await bench.read()
 
     await store.mark_sent([call().call_id])
-    await store.mark_final_sent({new_id(): (), task.task_id: task.addresses})
+    await store.mark_final_sent({new_id(): Answered((), 0), task.task_id: task.answered})
 
     assert await bench.read() == before
 
@@ -248,7 +248,7 @@ async def test_final_reply_of_a_detached_run_comes_up_until_it_is_marked(store, 
         await minute_passes(bench)
         assert [it.task_id for it in (await look(store)).unsent_finals] == [task.task_id]
 
-    await store.mark_final_sent({task.task_id: task.addresses})
+    await store.mark_final_sent({task.task_id: task.answered})
 
     await minute_passes(bench)
     assert not await look(store)
@@ -282,12 +282,12 @@ async def test_mark_leaves_a_final_reply_alone_that_is_to_be_told_elsewhere_too(
     late = Address(task.addresses[0].reply_to, "late")
     assert await store.resend_to(task.task_id, late, after=timedelta())
 
-    await store.mark_final_sent({task.task_id: task.addresses})
+    await store.mark_final_sent({task.task_id: task.answered})
 
     await minute_passes(bench)
     (found,) = (await look(store)).unsent_finals
     assert found.addresses == (*task.addresses, late)
-    await store.mark_final_sent({task.task_id: [late, *task.addresses]})
+    await store.mark_final_sent({task.task_id: Answered([late, *task.addresses], 0)})
     await minute_passes(bench)
     assert not await look(store)
 
