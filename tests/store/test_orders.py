@@ -28,9 +28,12 @@ from tests.store.kit import (
     written,
 )
 
+from coatcheck.broker.port import Broker
+from coatcheck.errors import BrokerUnavailable
 from coatcheck.store import CallState, TaskState, encode
 from coatcheck.store.orders import Filter, Fork, OrderDone, OrderRefused, Pause, Resume, Retry, Rewind
 from coatcheck.store.rows import Finish, HistoryLevel, PutRefused, TaskId, Verdict, Wake
+from coatcheck.worker import Client, Settings
 
 FAILED = Finish(TaskState.FAILED, encode({"code": "handler_failed"}), DAY)
 
@@ -402,3 +405,22 @@ async def test_redo_of_damage_forgets_no_pause(store):
 
     redone = await get(store, task.task_id)
     assert (redone.state, redone.is_pausing) == (TaskState.RUNNING, True)
+
+
+async def test_bulk_of_orders_waits_for_a_broker_that_is_away_once(store, bench, monkeypatch):
+    """Each try takes seconds, and a bulk may be thousands of tasks."""
+    tasks = [await start(store, birth()) for _ in range(3)]
+    tries = 0
+
+    async def away(_: Client) -> Broker:
+        nonlocal tries
+        tries += 1
+        raise BrokerUnavailable("it is away")
+
+    monkeypatch.setattr(Client, "broker", away)
+    client = Client(Settings(store="postgresql://nowhere"), open_store=lambda *_, **__: store)
+    for task in tasks:
+        await client.rewind(task.task_id, "start")
+
+    assert tries == 1
+    assert {(await get(store, task.task_id)).revision for task in tasks} == {1}

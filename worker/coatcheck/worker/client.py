@@ -53,6 +53,8 @@ from coatcheck.worker.settings import Settings, is_embedded
 log = get_logger(__name__)
 
 LONGEST_POLL_S = 1.0
+BROKER_AWAY_S = 30.0
+"""For so long orders are not told of, once the broker was away."""
 
 
 class NotDone(UsageError):
@@ -129,6 +131,7 @@ class Client:
         self._broker: Broker | None = None
         self._store: Store | None = None
         self._reply_to: str | None = None
+        self._broker_away_until_s = 0.0
         self._waiting: dict[str, asyncio.Future[Reply]] = {}
         self._following: dict[str, asyncio.Queue[Progress]] = {}
 
@@ -300,12 +303,15 @@ class Client:
     async def _tell_of(self, done: OrderDone) -> None:
         """Tell peers and the sweeper, as far as the broker is there: the order itself is in."""
         told = [cancel_message(call.call_id, call.peer, "its task was taken back") for call in done.cancels]
-        if not told and done.after is not TaskState.RUNNING:
+        is_away = time.monotonic() < self._broker_away_until_s
+        if is_away or (not told and done.after is not TaskState.RUNNING):
             return
         hint = Outgoing(self.settings.sweeper_queue, Message(body=b"0"))
         try:
             await (await self.broker()).publish([*told, hint])
         except CoatcheckError as error:
+            # A bulk of orders must not wait for it each time.
+            self._broker_away_until_s = time.monotonic() + BROKER_AWAY_S
             log.warning("order_not_told", error=str(error), task_id=str(done.task_id))
 
     # --- looking ---
