@@ -155,7 +155,7 @@ def test_show_draws_a_timeline_in_plain_characters_off_a_terminal(store_cli: Cli
     assert picture.isascii()
     assert "call search#1" in picture
     assert "parked" in picture
-    assert "when a step began is not kept" in picture
+    assert "a step of unknown length" in picture
     assert "Timeline" not in store_cli("show", task_id, "--no-timeline").stdout
 
 

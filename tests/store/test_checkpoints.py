@@ -28,6 +28,7 @@ from tests.store.kit import (
     put_of,
     resumed,
     send,
+    start,
     timer,
     written,
 )
@@ -202,3 +203,14 @@ def test_thousands_of_checkpoints_are_listed_in_a_moment():
 
     assert [each.event_count for each in found[:3]] == [0, 1, 1]
     assert time.process_time() - began_s < 3
+
+
+async def test_line_of_a_step_tells_when_it_began(store):
+    task = await start(store)
+    slow = msgspec.structs.replace(entry("slow#1"), took=timedelta(seconds=90))
+    await written(store, put_of(task, going(), entries=(slow, entry("old#1"))))
+
+    timed, untimed = await store.task_lines(task.task_id)
+
+    assert timed.closed_at - timed.opened_at == timedelta(seconds=90)
+    assert untimed.closed_at == untimed.opened_at

@@ -836,3 +836,20 @@ async def test_step_takes_keyword_arguments_and_compares_them_on_replay():
 
     assert isinstance(held, Held)
     assert await desk.finished() == "Hello, you"
+
+
+async def test_step_records_how_long_it_took():
+    async def nap() -> None:
+        await asyncio.sleep(0.02)
+
+    async def handler(ctx):
+        await ctx.step(nap)
+        ctx.now()
+        await ctx.call("search")
+
+    desk = Desk(handler)
+    await desk.parked()
+    recorded = [entry for changes in desk.rows.commits for entry in changes.entries]
+
+    assert [entry.took is None for entry in recorded] == [False, True]
+    assert (recorded[0].took or timedelta()) >= timedelta(seconds=0.02)

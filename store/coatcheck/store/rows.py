@@ -124,6 +124,8 @@ class NewEntry(Value, frozen=True):
     digest: bytes
     is_ok: bool
     value: bytes
+    took: timedelta | None = None
+    """How long a step took, all its tries together. A note takes no time."""
 
 
 class NewCall(Value, frozen=True):

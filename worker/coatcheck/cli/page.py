@@ -128,7 +128,7 @@ PATTERN = """<svg width=0 height=0 aria-hidden=true class=defs><defs>
 <rect width=6 height=6 class=hatch-back /><rect width=3 height=6 class=hatch-line /></pattern></defs></svg>"""
 LEGEND = """<p class=note><span class='key runs'></span> a run works
 <span class='key waits'></span> the task waits
-<span class='key mark'></span> a step or send was recorded; when a step began is not kept.
+<span class='key mark'></span> a note, a send, or a step of unknown length.
 Runs and waits are as near as the rows tell: a run begins with the last reply before its first commit.</p>"""
 HEAD = """<!doctype html>
 <html lang=en><head><meta charset=utf-8>

@@ -185,8 +185,9 @@ def cells_of(line: Line, now: datetime, limit: int | None, *, day_of: datetime) 
     notes += ["not known to be sent"] if is_open and not line.is_sent and line.kind.is_published else []
     notes += ["forgotten: it is done again"] if line.is_forgotten else []
     value = _value_of(line, LONGEST_CELL if limit else None)
-    # A step's row is written when it ends, so there is no telling how long it took.
-    took = duration((line.closed_at or now) - line.opened_at) if line.call_id is not None else ""
+    # Rows of older releases do not tell how long a step took, and a note takes no time.
+    is_timed = line.call_id is not None or line.closed_at != line.opened_at
+    took = duration((line.closed_at or now) - line.opened_at) if is_timed else ""
     return [
         "" if line.seq is None else str(line.seq),
         clock_time(line.closed_at or line.opened_at, day_of=day_of),

@@ -1,8 +1,9 @@
 """A task's life as bars over time: from lines of its story to segments, and from segments to text.
 
 What the rows tell is drawn, and no more. A call or timer is open from its commit to its reply. A step's row is written
-when the step ends, so a step is a mark at its end. When a run began is not kept: it is drawn from the last reply before
-its first commit (from that commit, if no reply came) to its last commit. What lies between two runs is a wait.
+when the step ends, and tells how long it took; one of an older release is a mark at its end. When a run began is not
+kept: it is drawn from the last reply before its first commit (from that commit, if no reply came) to its last commit.
+What lies between two runs is a wait.
 """
 
 from __future__ import annotations
@@ -120,6 +121,9 @@ def _runs_and_waits(task: Task, lines: Sequence[Line], *, end: datetime) -> Iter
 def _commits(task: Task, lines: Sequence[Line]) -> list[_Commit]:
     """Every commit that a row tells of, in order. A run's last one is known by the task's end; a cancel is no run's."""
     found = [_Commit(line.opened_at, line.epoch, line.replica) for line in lines]
+    # A run was at work both when a step began and when it was recorded.
+    entries = [(line, line.closed_at) for line in lines if line.call_id is None and line.closed_at is not None]
+    found += [_Commit(closed_at, line.epoch, line.replica) for line, closed_at in entries]
     if task.finished_at is not None and task.state is not TaskState.CANCELLED:
         found.append(_Commit(task.finished_at, task.epoch, None))
     return sorted(found, key=lambda commit: commit.at)
@@ -155,7 +159,7 @@ def _bar_of(line: Line, waits: Sequence[Bar], end: datetime) -> Bar:
     closed_at = line.closed_at or (end if line.state is CallState.OPEN and line.kind.is_awaited else line.opened_at)
     closed_at = max(closed_at, line.opened_at)
     name = " ".join(clean(line.key or line.name).split())
-    if not line.kind.is_awaited:
+    if not line.kind.is_awaited and (line.call_id is not None or closed_at == line.opened_at):
         pieces: tuple[Piece, ...] = (Piece(line.opened_at, line.opened_at, Look.MARK),)
         took = None
     else:
@@ -285,7 +289,7 @@ def axis_of(timeline: Timeline, strip: Strip) -> str:
 
 def legend_of(glyphs: Glyphs) -> str:
     return (
-        f"{glyphs.runs} a run works   {glyphs.waits} the task waits   {glyphs.mark} a step or send was recorded "
-        "(when a step began is not kept)\n"
+        f"{glyphs.runs} a run works   {glyphs.waits} the task waits   {glyphs.mark} a note, a send, or a step of "
+        "unknown length\n"
         "Runs and waits are as near as the rows tell: a run begins with the last reply before its first commit."
     )

@@ -215,7 +215,7 @@ def _entry_line(row: EntryRow) -> Line:
         call_id=None,
         peer="",
         due_at=None,
-        opened_at=row.recorded_at,
+        opened_at=row.recorded_at - (row.new.took or timedelta()),
         closed_at=row.recorded_at,
         progress=None,
         is_sent=True,

@@ -52,7 +52,7 @@ from coatcheck.store.rows import (
 
 ENTRY_NAMES = (
     *("e_task_id", "e_seq", "e_key", "e_kind", "e_name", "e_digest", "e_is_ok", "e_value", "e_checkpoint"),
-    *("e_is_forgotten", "e_epoch", "e_replica"),
+    *("e_is_forgotten", "e_epoch", "e_replica", "e_took"),
 )
 CALL_NAMES = (
     *("c_id", "c_task_id", "c_key", "c_kind", "c_name", "c_digest", "c_peer", "c_handler", "c_headers", "c_body"),
@@ -258,7 +258,7 @@ def _add_rows(rows_of: dict[str, list[Any]], one: Writing, author: Author) -> No
             rows_of["wait"] += [(task_id, *member) for member in _members(put)]
     rows_of["close"] += [(call_id, task_id, seq) for call_id, seq in one.closes]
     signed = one.signatures(author.replica)
-    rows_of["entry"] += [(*_entry_row(one, *entry), *next(signed)) for entry in one.entries]
+    rows_of["entry"] += [(*_entry_row(one, *entry), *next(signed), entry[0].took) for entry in one.entries]
     rows_of["call"] += [(*_call_row(one, *call), *next(signed)) for call in one.opens]
     rows_of["forget"] += [(task_id, key) for key in decide.forgotten(put)]
 

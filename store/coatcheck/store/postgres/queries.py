@@ -33,8 +33,8 @@ LINES = text("""
     SELECT seq, key, kind, name, state, value, call_id, peer, due_at, opened_at, closed_at, progress, is_sent,
            is_forgotten, checkpoint, epoch, max(replica) OVER (PARTITION BY checkpoint) AS replica FROM (
     SELECT seq, key, kind, name, CASE WHEN is_ok THEN 'ok' ELSE 'failed' END AS state, value, NULL::uuid AS call_id,
-           '' AS peer, NULL::timestamptz AS due_at, recorded_at AS opened_at, recorded_at AS closed_at,
-           NULL::jsonb AS progress, true AS is_sent, is_forgotten, checkpoint,
+           '' AS peer, NULL::timestamptz AS due_at, recorded_at - coalesce(took, interval '0') AS opened_at,
+           recorded_at AS closed_at, NULL::jsonb AS progress, true AS is_sent, is_forgotten, checkpoint,
            epoch, replica
       FROM coatcheck.journal WHERE task_id = CAST(:id AS uuid)
      UNION ALL

@@ -319,12 +319,12 @@ RETURNING {peer_columns}
 
 -- part: put_entries
 INSERT INTO coatcheck.journal (task_id, seq, key, kind, name, digest, is_ok, value, checkpoint, is_forgotten,
-                               epoch, replica)
+                               epoch, replica, took)
 SELECT * FROM unnest(CAST(:e_task_id AS uuid[]), CAST(:e_seq AS integer[]), CAST(:e_key AS text[]),
                      CAST(:e_kind AS text[]), CAST(:e_name AS text[]), CAST(:e_digest AS bytea[]),
                      CAST(:e_is_ok AS boolean[]), CAST(:e_value AS bytea[]), CAST(:e_checkpoint AS integer[]),
                      CAST(:e_is_forgotten AS boolean[]), CAST(:e_epoch AS integer[]),
-                     CAST(:e_replica AS text[])) AS u(task_id)
+                     CAST(:e_replica AS text[]), CAST(:e_took AS interval[])) AS u(task_id)
  WHERE task_id IN (SELECT id FROM writing)
 
 -- part: put_calls
@@ -581,8 +581,8 @@ RETURNING id
 
 -- name: copy_entries
 INSERT INTO coatcheck.journal (task_id, recorded_at, seq, key, kind, name, digest, is_ok, value, checkpoint, epoch,
-                               replica)
-SELECT CAST(:new_id AS uuid), recorded_at, seq, key, kind, name, digest, is_ok, value, checkpoint, epoch, replica
+                               replica, took)
+SELECT CAST(:new_id AS uuid), recorded_at, seq, key, kind, name, digest, is_ok, value, checkpoint, epoch, replica, took
   FROM coatcheck.journal WHERE task_id = CAST(:id AS uuid) AND seq = ANY(CAST(:seqs AS integer[]))
 
 -- name: copy_calls

@@ -7,9 +7,11 @@ import functools
 import inspect
 import typing
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from coatcheck.errors import UsageError
 from coatcheck.points import reach
@@ -112,7 +114,9 @@ class Steps:
             self._on_error(error)
             return
         reach("before_step")
+        begun_s = self._loop.time()
         entry, cause = await _attempt(key, job)
+        entry = replace(entry, took=timedelta(seconds=self._loop.time() - begun_s))
         reach("after_step")
         if self._running.pop(key, None) is not None:
             if cause is not None:
