@@ -168,7 +168,9 @@ class Judge:
         if row is not None and row.task.epoch == 0:
             return  # a tombstone: a run that needed no row may have been faster, for one copy of a request or for all
         # Copies that need no row answer for themselves: alike among each other, but one with a row may be cancelled.
-        given = self.finals[task if row is not None else f"{task} without a row"]
+        # The answer of such a copy may arrive long after that, from a process that is gone.
+        is_of_row = row is not None and (self._has_recorded(row.task.task_id) or message.headers["cc-kind"] == "error")
+        given = self.finals[task if is_of_row else f"{task} without a row"]
         given.add(message.body)
         if len(given) > 1:
             self.world.complain(f"task {task[:8]} gave two different answers: {sorted(given)}")
@@ -178,6 +180,9 @@ class Judge:
             self.world.complain(f"task {task[:8]} was answered while it is {row.task.state}")
         elif row.task.state is TaskState.DONE and to_body(row.task.value or b"").raw != message.body:
             self.world.complain(f"task {task[:8]} was answered with something else than its row says")
+
+    def _has_recorded(self, task_id: TaskId) -> bool:
+        return bool(self.tables.entries_of[task_id] or self.tables.calls_of[task_id])
 
     def on_ack(self, queue: str, message: Message, process: Process) -> None:
         self.counts["acks"] += 1
